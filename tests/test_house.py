@@ -97,10 +97,12 @@ def test_no_function_takes_more_than_twelve_parameters() -> None:
 
 LARGE = 500
 """Lines from which two files are better apart, even if one of them has no other reader."""
-OF_A_KIND = (
-    "analysis/findings", "analysis/peers", "cli", "engine/drafters", "models/formats", "models/nets", "report/plots",
-    "servers/dialects", "tasks/scorers", "training",
-)  # fmt: skip
+OF_A_KIND = tuple(
+    """
+    analysis/findings analysis/peers cli engine/drafters models/formats models/nets report/plots servers/dialects
+    tasks/scorers training
+    """.split()
+)
 """Folders of plug-ins, groups of commands, and objectives: one file each, whoever imports it."""
 PROCESSES = {"servers/supervisor.py", *(f"tasks/isolation/{name}.py" for name in ("child", "supervisor", "testing"))}
 """Started as a process of their own, or loaded only in the sandbox, each on its side of it."""

@@ -78,9 +78,12 @@ def test_a_study_says_what_it_is_and_parses_its_options(name: str, capsys: pytes
 
 def test_the_list_needs_nothing_but_python() -> None:
     listed = subprocess.run(
-        [sys.executable, "-S", "-m", "studies"], env=os.environ | {"PYTHONPATH": str(ROOT / "scripts")},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        [sys.executable, "-S", "-m", "studies"],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "scripts")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert all(re.search(rf"^{name} ", listed.stdout, re.MULTILINE) for name in STUDIES)
 
 

@@ -149,9 +149,11 @@ def _keys(rows: Any) -> list[CellKey]:
 
     def rank(key: CellKey) -> tuple[int, ...]:
         return (
-            suites.index(key.suite), settings.index(key.settings_id), slices.index(key.slice),
+            suites.index(key.suite),
+            settings.index(key.settings_id),
+            slices.index(key.slice),
             methods.index(key.method),
-        )  # fmt: skip
+        )
 
     return sorted(keys, key=rank)
 

@@ -33,16 +33,16 @@ AIPERF = {
     "spec_decode_acceptance_length": block("ratio", 3.25, p50=3.0),
     "spec_decode_token_weighted_acceptance_length": block("ratio", 3.2),
     "spec_decode_overall_draft_acceptance_rate": block("%", 46.0), "spec_decode_steps": block("count", 10.0),
-    "pooled_spec_decode_acceptance_histogram": {"0": 100, "1": 50, "3": 50},
+    "pooled_spec_decode_acceptance_histogram": {"0": 100, "1": 50, "3": 50}
 }  # fmt: skip
 SGLANG = {
     "backend": "sglang", "dataset_name": "sharegpt", "request_rate": "trace", "max_concurrency": 8, "completed": 80,
     "total_output_tokens": 8000, "output_throughput": 500.0, "mean_e2e_latency_ms": 900.0, "mean_ttft_ms": 20.0,
-    "mean_tpot_ms": 5.0, "concurrency": 7.5, "accept_length": 3.5,
+    "mean_tpot_ms": 5.0, "concurrency": 7.5, "accept_length": 3.5
 }  # fmt: skip
 SPECDEC = {
     "Request_AL": {"0": {"0": 2.0}, "1": {"0": 3.0, "1": 4.0}}, "Average_AL": 3.0,
-    "Acceptance_Length_Histogram": {"1": 5, "3": 10, "4": 5}, "Conditional_Acceptance_Rate": {"1": 1.0, "3": 0.75},
+    "Acceptance_Length_Histogram": {"1": 5, "3": 10, "4": 5}, "Conditional_Acceptance_Rate": {"1": 1.0, "3": 0.75}
 }  # fmt: skip
 SPECFORGE = {
     "model": "org/model",
@@ -62,7 +62,7 @@ SPECFORGE = {
 PROFILE = {
     "schema_version": "1.0", "measured": True, "method": "dflash", "target_model": {"name": "org/model"},
     "num_speculative_tokens": 2, "conditional_accept_rates": [0.8, 0.5], "marginal_accept_rates": [0.8, 0.4],
-    "mean_accept_length": 2.2, "mean_accept_length_per_request": 2.25,
+    "mean_accept_length": 2.2, "mean_accept_length_per_request": 2.25
 }  # fmt: skip
 EXPECTED: dict[str, tuple[Any, list[tuple[str, str, int | None, int | None, dict[str, float]]]]] = {
     "AIPerf": (AIPERF, [("AIPerf", "org/model", 40, None, {

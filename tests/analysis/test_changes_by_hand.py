@@ -59,25 +59,37 @@ def cells(rows: Sequence[Answer]) -> list[Cell]:
 
 
 THEN = [
-    *scored(both("a", [4, 4], 0.10, 0.04), True, 0.5), *scored(both("b", [1, 1, 1], 0.06, 0.06), True, 0.25),
-    *scored(both("c", [0, 2], 0.04, 0.04), True, 0.75), *scored(both("d", [1], 0.02, 0.02), False, 0.5),
+    *scored(both("a", [4, 4], 0.10, 0.04), True, 0.5),
+    *scored(both("b", [1, 1, 1], 0.06, 0.06), True, 0.25),
+    *scored(both("c", [0, 2], 0.04, 0.04), True, 0.75),
+    *scored(both("d", [1], 0.02, 0.02), False, 0.5),
     # Not in both runs, not as often in both, and without plain decoding's answer in one.
-    *both("e", [4], 0.5, 0.5), *both("f", [4], 0.5, 0.5), *both("f", [4], 0.5, 0.5, repeat=1),
+    *both("e", [4], 0.5, 0.5),
+    *both("f", [4], 0.5, 0.5),
+    *both("f", [4], 0.5, 0.5, repeat=1),
     *both("g", [4], 0.5, 0.5),
-]  # fmt: skip
+]
 NOW = [
-    *scored(both("a", [4, 4], 0.12, 0.05), False, 0.5), *scored(both("b", [2, 2], 0.06, 0.04), False, 0.5),
-    *scored(both("c", [0, 0, 0, 0], 0.06, 0.08), None, 1.0), *scored(both("d", [0, 0], 0.04, 0.03), False, 1.0),
-    *both("f", [4], 0.5, 0.5), failed("ar", "g", "boom"), both("g", [4], 0.5, 0.5)[1],
-]  # fmt: skip
+    *scored(both("a", [4, 4], 0.12, 0.05), False, 0.5),
+    *scored(both("b", [2, 2], 0.06, 0.04), False, 0.5),
+    *scored(both("c", [0, 0, 0, 0], 0.06, 0.08), None, 1.0),
+    *scored(both("d", [0, 0], 0.04, 0.03), False, 1.0),
+    *both("f", [4], 0.5, 0.5),
+    failed("ar", "g", "boom"),
+    both("g", [4], 0.5, 0.5)[1],
+]
 RATIOS = {
     # 22 tokens in 8 rounds and then in 10.
-    "al.pooled": 8 / 10, "forwards_per_token": 10 / 8, "score": 3.0 / 2.0,
+    "al.pooled": 8 / 10,
+    "forwards_per_token": 10 / 8,
+    "score": 3.0 / 2.0,
     # 0.16 s and then 0.20 s; a prefill is 20 ms each.
-    "tps.decode": 0.16 / 0.20, "tps.e2e": 0.24 / 0.28,
+    "tps.decode": 0.16 / 0.20,
+    "tps.e2e": 0.24 / 0.28,
     # Plain decoding took 0.22 s and then 0.28.
-    "speedup.decode": (0.28 / 0.20) / (0.22 / 0.16), "speedup.e2e": (0.36 / 0.28) / (0.30 / 0.24),
-}  # fmt: skip
+    "speedup.decode": (0.28 / 0.20) / (0.22 / 0.16),
+    "speedup.e2e": (0.36 / 0.28) / (0.30 / 0.24),
+}
 OF_PLAIN = {"tps.decode": 0.22 / 0.28, "tps.e2e": 0.30 / 0.36}
 
 
@@ -115,8 +127,11 @@ def test_answers_right_before_and_after(compared: dict[str, Comparison]) -> None
     """a and b were right and are not, d is wrong twice, c was not scored again: 2 of 3 lost, by chance with p = 1/2."""
     (found,) = data.versus_json([compared["dflash"]])
     assert {name: found[name] for name in ("lost", "gained", "num_scored", "p_passed")} == {
-        "lost": 2, "gained": 0, "num_scored": 3, "p_passed": 0.5,
-    }  # fmt: skip
+        "lost": 2,
+        "gained": 0,
+        "num_scored": 3,
+        "p_passed": 0.5,
+    }
     assert found["passed_change"] == [pytest.approx(-2 / 3, rel=1e-5), None, None]
     tables = {one.id: one.table for one in change_sections([*compared.values()])}
     rows = tables["answered_right"].rows  # type: ignore[union-attr]
@@ -130,10 +145,14 @@ def test_answers_right_before_and_after(compared: dict[str, Comparison]) -> None
 @each(
     "lost, gained, num, p, value, word",
     [
-        (12, 2, 100, 0.04, -0.10, "worse"), (2, 12, 100, 0.04, 0.10, "better"), (12, 2, 100, 0.06, -0.10, "unclear"),
-        (1, 1, 400, 1.0, 0.0, "same"), (6, 1, 150, 1.0, -1 / 30, "unclear"), (1, 6, 150, 1.0, 1 / 30, "unclear"),
+        (12, 2, 100, 0.04, -0.10, "worse"),
+        (2, 12, 100, 0.04, 0.10, "better"),
+        (12, 2, 100, 0.06, -0.10, "unclear"),
+        (1, 1, 400, 1.0, 0.0, "same"),
+        (6, 1, 150, 1.0, -1 / 30, "unclear"),
+        (1, 6, 150, 1.0, 1 / 30, "unclear"),
     ],
-)  # fmt: skip
+)
 def test_the_share_answered_right_moves_by_bonett_and_price(
     compared: dict[str, Comparison], lost: int, gained: int, num: int, p: float, value: float, word: str
 ) -> None:
@@ -150,11 +169,17 @@ def test_the_share_answered_right_moves_by_bonett_and_price(
 @each(
     "value, low, high, p, word",
     [
-        (1.021, 1.01, 1.03, 0.049, "better"), (1.019, 1.01, 1.03, 0.049, "same"), (1.2, 1.1, 1.3, 0.051, "unclear"),
-        (0.979, 0.97, 0.99, 0.049, "worse"), (1.2, 0.99, 1.4, 0.01, "unclear"), (1.0, 0.951, 1.049, 1.0, "same"),
-        (1.0, 0.949, 1.049, 1.0, "unclear"), (1.0, 0.951, 1.051, 1.0, "unclear"), (1.2, None, None, 0.01, "unknown"),
+        (1.021, 1.01, 1.03, 0.049, "better"),
+        (1.019, 1.01, 1.03, 0.049, "same"),
+        (1.2, 1.1, 1.3, 0.051, "unclear"),
+        (0.979, 0.97, 0.99, 0.049, "worse"),
+        (1.2, 0.99, 1.4, 0.01, "unclear"),
+        (1.0, 0.951, 1.049, 1.0, "same"),
+        (1.0, 0.949, 1.049, 1.0, "unclear"),
+        (1.0, 0.951, 1.051, 1.0, "unclear"),
+        (1.2, None, None, 0.01, "unknown"),
     ],
-)  # fmt: skip
+)
 def test_a_change_counts_from_2_percent_and_p_005_on(
     value: float, low: float | None, high: float | None, p: float, word: str
 ) -> None:
@@ -179,12 +204,14 @@ def test_repeated_runs_are_pooled_over_the_prompts_of_all() -> None:
     b was not compared in the first run, and is a near tie in the second.
     """
     tie = scored(both("b", [4], 0.05, 0.03), True, 1.0)
-    tie, unseen = ([plain_one, replace(own, exactness=seen)] for (plain_one, own), seen in (
-        (tie, "near_tie"), (both("b", [1, 0, 1], 0.05, 0.06), None)))  # fmt: skip
+    tie, unseen = (
+        [plain_one, replace(own, exactness=seen)]
+        for (plain_one, own), seen in ((tie, "near_tie"), (both("b", [1, 0, 1], 0.05, 0.06), None))
+    )
     runs = [
         [*scored(both("a", [4, 4], 0.10, 0.04), True, 0.5), *unseen, *both("c", [0], 1, 1)],
         [*both("a", [4, 4], 0.12, 0.05), *tie, failed("dflash", "c", "boom")],
-    ]  # fmt: skip
+    ]
     found = {cell.method: cell for cell in over_runs([cells(run) for run in runs])}
     cell = found["dflash"]
     assert (cell.num_prompts, cell.num_errors, cell.num_near_ties) == (2, 1, 1)
@@ -192,9 +219,10 @@ def test_repeated_runs_are_pooled_over_the_prompts_of_all() -> None:
     assert (cell.num_tokens, cell.exact, cell.passed) == (36, (2, 3), (2, 2))
     values = {name: cell.value(name) for name in ("al.pooled", "tps.decode", "speedup.decode")}
     assert values == {
-        "al.pooled": pytest.approx(30 / 8), "tps.decode": pytest.approx(30 / 0.18),
+        "al.pooled": pytest.approx(30 / 8),
+        "tps.decode": pytest.approx(30 / 0.18),
         "speedup.decode": pytest.approx(0.32 / 0.18),
-    }  # fmt: skip
+    }
 
 
 def test_noise_between_runs_widens_timings_and_nothing_else() -> None:
@@ -249,8 +277,11 @@ def test_a_sweep_has_the_mean_over_suites_and_the_best_over_each_other() -> None
     """
     rows = [plain("a", 8), *both("h", [3, 3], 0.08, 0.01, suite="humaneval")]
     rows[2:] = [replace(rows[2], method=f"dflash:block={size}") for size in (4, 8)]
-    for size, accepted, one, others in ((4, [1] * 4, 0.08, (0.04, 0.04)), (8, [3] * 2, 0.04, (0.05, 0.03)),
-                                        (16, [8], 0.02, (0.01, 0.01))):  # fmt: skip
+    for size, accepted, one, others in (
+        (4, [1] * 4, 0.08, (0.04, 0.04)),
+        (8, [3] * 2, 0.04, (0.05, 0.03)),
+        (16, [8], 0.02, (0.01, 0.01)),
+    ):
         label = f"dflash:block={size}"
         for prompt, suite, seconds in (("a", "gsm8k", one), ("b", "math500", others[0]), ("c", "math500", others[1])):
             end = {"emitted": (8,), "token_ids": tuple(range(9))} if size == 16 else {}

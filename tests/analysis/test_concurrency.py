@@ -30,19 +30,37 @@ SPEEDUPS = {1: Interval(3.0, 2.8, 3.2), 4: Interval(1.5, 1.2, 1.8), 16: Interval
 
 def answer(method: str, concurrency: int, start: float, end: float, **changes: Any) -> dict[str, Any]:
     usual = {
-        "suite": "gsm8k", "method": method, "settings_id": Settings(concurrency=concurrency).id, "error": None,
-        "start_s": start, "end_s": end, "prefill_s": 0.5, "decode_s": end - start - 0.5, "num_tokens": 11,
-        "decode_tokens": 10, "repeat": 0, "turn": 0,
-    }  # fmt: skip
+        "suite": "gsm8k",
+        "method": method,
+        "settings_id": Settings(concurrency=concurrency).id,
+        "error": None,
+        "start_s": start,
+        "end_s": end,
+        "prefill_s": 0.5,
+        "decode_s": end - start - 0.5,
+        "num_tokens": 11,
+        "decode_tokens": 10,
+        "repeat": 0,
+        "turn": 0,
+    }
     return usual | changes
 
 
 def cell(method: str, concurrency: int) -> Cell:
     figures = {"speedup.decode": SPEEDUPS[concurrency]} if method != "ar" else {}
     return Cell(
-        suite="gsm8k", source="embedded", method=method, settings=Settings(concurrency=concurrency), num_prompts=2,
-        num_tokens=22, num_errors=0, num_near_ties=0, exact=None, passed=None, figures=figures,
-    )  # fmt: skip
+        suite="gsm8k",
+        source="embedded",
+        method=method,
+        settings=Settings(concurrency=concurrency),
+        num_prompts=2,
+        num_tokens=22,
+        num_errors=0,
+        num_near_ties=0,
+        exact=None,
+        passed=None,
+        figures=figures,
+    )
 
 
 def measured(rows: list[dict[str, Any]], settings: list[Settings] = SETTINGS) -> list[Any]:
@@ -77,8 +95,9 @@ def in_waves(concurrency: int, **changes: Any) -> list[dict[str, Any]]:
     """Two turns of two repeats, a second each with a pause in it; other methods decode for the nine seconds between."""
     return [
         answer("dflash", concurrency, at + begin, at + end, repeat=number // 2, turn=number % 2, **changes)
-        for number, at in enumerate((0.0, 10.0, 20.0, 30.0)) for begin, end in ((0.0, 0.25), (0.25, 0.5), (0.75, 1.0))
-    ]  # fmt: skip
+        for number, at in enumerate((0.0, 10.0, 20.0, 30.0))
+        for begin, end in ((0.0, 0.25), (0.25, 0.5), (0.75, 1.0))
+    ]
 
 
 def test_goodput_is_per_second_of_the_methods_own_time() -> None:
@@ -153,7 +172,7 @@ def test_the_crossing_lies_on_a_straight_line_of_logarithms() -> None:
         ([None, 2.0, 0.5], "no speed-up at a concurrency of 1,", None),
         ([2.0, 2.0, None], "no speed-up at a concurrency of 16,", None),
     ],
-)  # fmt: skip
+)
 def test_where_it_pays_in_words_and_in_json(speedups: list[float | None], shown: str, stops: float | None) -> None:
     _, drafted = measured(ROWS)
     known = [value and Interval(value, 0.9 * value, 1.1 * value) for value in speedups]

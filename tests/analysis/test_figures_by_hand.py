@@ -131,7 +131,7 @@ def test_the_weights_of_a_step_are_its_bytes_at_the_measured_bandwidth() -> None
     size = {"weight_bytes": 1_200_000_000, "experts_per_token": 2, "num_experts": 8, "expert_bytes": 150_000_000}
     forwards = {
         "rows": 1, "context": 64, "seconds": {1: 0.03}, "bandwidth": 50e9, "products": 1e12, "read_bandwidth": 60e9,
-        "size": size | {"matrix_elements": 1, "attention": []},
+        "size": size | {"matrix_elements": 1, "attention": []}
     }  # fmt: skip
     frame = pd.DataFrame({"num_rounds": [4.0, 3.0], "quick_round_s": [0.03, None]})
     own, shared = _weights_s(frame, about(forwards=forwards))
@@ -166,10 +166,16 @@ def in_rounds(accepted: int, draft_s: float = 0.005) -> list[Cell]:
         ones = (accepted,) * rounds
         rows.append(
             answered(
-                "dflash", str(number), ones, tuple(one + 1 for one in ones), drafted=(4,) * rounds,
-                decode_s=0.02 * rounds, **shown, **place,
+                "dflash",
+                str(number),
+                ones,
+                tuple(one + 1 for one in ones),
+                drafted=(4,) * rounds,
+                decode_s=0.02 * rounds,
+                **shown,
+                **place,
             )
-        )  # fmt: skip
+        )
     return summarise(frame_of(rows), known())
 
 
@@ -200,16 +206,24 @@ LOADS = [Settings(concurrency=number) for number in (1, 4)]
 def loaded(method: str, load: Settings, start: float, end: float, **changes: Any) -> dict[str, Any]:
     usual = {
         "suite": "gsm8k", "method": method, "settings_id": load.id, "error": None, "start_s": start, "end_s": end,
-        "prefill_s": 0.2, "decode_s": 1.0, "num_tokens": 11, "decode_tokens": 10, "repeat": 0, "turn": 0,
+        "prefill_s": 0.2, "decode_s": 1.0, "num_tokens": 11, "decode_tokens": 10, "repeat": 0, "turn": 0
     }  # fmt: skip
     return usual | changes
 
 
 def cell_of(method: str, load: Settings) -> Cell:
     return Cell(
-        suite="gsm8k", method=method, settings=load, num_prompts=1, num_tokens=11, num_errors=0, num_near_ties=0,
-        exact=None, passed=None, figures={},
-    )  # fmt: skip
+        suite="gsm8k",
+        method=method,
+        settings=load,
+        num_prompts=1,
+        num_tokens=11,
+        num_errors=0,
+        num_near_ties=0,
+        exact=None,
+        passed=None,
+        figures={},
+    )
 
 
 def test_each_load_is_held_to_plain_decoding_under_that_load() -> None:
@@ -217,7 +231,7 @@ def test_each_load_is_held_to_plain_decoding_under_that_load() -> None:
     alone, together = LOADS
     rows = [
         loaded("ar", alone, 0.0, 4.0), loaded("ar", together, 4.0, 6.0), loaded("ar", together, 4.0, 6.0),
-        loaded("dflash", alone, 6.0, 7.0), loaded("dflash", together, 7.0, 8.0), loaded("dflash", together, 7.0, 8.0),
+        loaded("dflash", alone, 6.0, 7.0), loaded("dflash", together, 7.0, 8.0), loaded("dflash", together, 7.0, 8.0)
     ]  # fmt: skip
     cells = [cell_of(method, load) for method in ("ar", "dflash") for load in LOADS]
     plain, drafted = concurrency_curves(pd.DataFrame(rows), cells, known(settings=settings_to_json(LOADS)))
@@ -236,7 +250,7 @@ def test_goodput_counts_answers_within_the_objective_and_none_beyond() -> None:
         loaded("dflash", load, 0.0, 4.0), loaded("dflash", load, 0.0, 4.0, prefill_s=0.21),
         loaded("dflash", load, 0.0, 4.0, decode_s=1.05), loaded("dflash", load, 1.0, 3.0, prefill_s=0.1, decode_s=0.5),
         loaded("dflash", load, 1.0, 1.1, prefill_s=0.1, decode_s=0.0, decode_tokens=0, num_tokens=1),
-        loaded("dflash", load, 4.0, 5.0, error="boom", num_tokens=3),
+        loaded("dflash", load, 4.0, 5.0, error="boom", num_tokens=3)
     ]  # fmt: skip
     identity = known(settings=settings_to_json([load]), slo={"ttft_s": 0.2, "tpot_s": 0.1})
     (curve,) = concurrency_curves(pd.DataFrame(rows), [cell_of("dflash", load)], identity)
@@ -287,7 +301,7 @@ def test_confidence_is_held_to_the_tokens_that_a_round_came_to() -> None:
     assert found.brier == pytest.approx(0.4575 / 6) and found.brier_of_share == pytest.approx(0.25)
     assert [(one.low, one.high, one.num_tokens, one.confidence, one.accepted) for one in found.bins] == [
         (0.1, 0.2, 1, 0.15, 0.0), (0.2, 0.3, 1, 0.25, 0.0), (0.6, 0.7, 1, 0.6, 0.0),
-        (0.9, 1.0, 3, pytest.approx(0.95), 1.0),
+        (0.9, 1.0, 3, pytest.approx(0.95), 1.0)
     ]  # fmt: skip
     cuts = {cut.threshold: (cut.length, cut.verified, cut.saved, cut.more_rounds) for cut in found.cuts}
     assert cuts[0.0] == (2.0, 2.0, 0.0, 0.0)  # two rounds, of positions 1 and 4, verify two tokens each

@@ -111,8 +111,9 @@ def test_a_run_with_looping_answers_says_which_and_what_figures_are_without() ->
     (values,) = finding.values
     assert values["prompts"] == ["p0", "p1"]
     assert {method: (own["num_answers"], own["num_all"]) for method, own in values["methods"].items()} == {
-        "ar": (2, 8), "dflash": (2, 8),
-    }  # fmt: skip
+        "ar": (2, 8),
+        "dflash": (2, 8),
+    }
     assert values["methods"]["dflash"]["metrics"] == {
         "al.pooled": {"all": pytest.approx(both), "without": pytest.approx(hard)},
         "speedup.decode": {"all": pytest.approx(both / 2), "without": pytest.approx(hard / 2)},
@@ -148,15 +149,27 @@ def test_a_method_that_loops_alone_is_left_out_on_both_sides() -> None:
 def test_servers_that_hide_tokens_are_read_by_their_text(tmp_path: Path) -> None:
     rows = [replace(row, exactness=None) for row in looping(ROWS, ["p0", "p1"], hidden=True)]
     server = {
-        "address": "http://s", "dialect": "openai", "version": None, "model": "m", "prompts": "text",
-        "prefix_cache": "unknown", "facts": {},
-    }  # fmt: skip
+        "address": "http://s",
+        "dialect": "openai",
+        "version": None,
+        "model": "m",
+        "prompts": "text",
+        "prefix_cache": "unknown",
+        "facts": {},
+    }
     folder = stored(tmp_path / "run", rows, servers={"ar": server, "dflash": server}, settings=[SETTINGS])
     results = table.read_run(folder)
     assert list(results.rows["is_loop"]) == [row.prompt_id in ("p0", "p1") for row in rows]
 
 
 SETTINGS = {
-    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "thinking": None,
-    "concurrency": 1, "context": None, "rate": None,
-}  # fmt: skip
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "thinking": None,
+    "concurrency": 1,
+    "context": None,
+    "rate": None,
+}

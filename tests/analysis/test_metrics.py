@@ -206,8 +206,10 @@ def test_a_missing_time_leaves_out_what_needs_it() -> None:
 
 
 def test_cells_come_as_they_appear_with_the_baseline_first() -> None:
-    rows = [record(method, "a", generation([1], 1), suite=suite) for suite, method in
-            [("b", "dflash"), ("a", "eagle3"), ("b", "ar"), ("b", "eagle3"), ("a", "dflash")]]  # fmt: skip
+    rows = [
+        record(method, "a", generation([1], 1), suite=suite)
+        for suite, method in [("b", "dflash"), ("a", "eagle3"), ("b", "ar"), ("b", "eagle3"), ("a", "dflash")]
+    ]
     cells = [(cell.suite, cell.method) for cell in cells_of(rows)]
     assert cells == [("b", "ar"), ("b", "dflash"), ("b", "eagle3"), ("a", "dflash"), ("a", "eagle3")]
 
@@ -246,8 +248,11 @@ def test_the_baseline_is_its_own_measure_and_shows_its_control_where_there_is_on
 
 
 def test_failed_answers_enter_no_number() -> None:
-    failures = [failed("dflash", "a", "boom", turn=1, passed=False, exactness="mismatch"),
-                failed("dflash", "z", "boom"), failed("ar", "b", "boom", repeat=1)]  # fmt: skip
+    failures = [
+        failed("dflash", "a", "boom", turn=1, passed=False, exactness="mismatch"),
+        failed("dflash", "z", "boom"),
+        failed("ar", "b", "boom", repeat=1),
+    ]
     cell = cell_of([*failures, *UNEVEN])
     assert cell == replace(cell_of(UNEVEN), num_errors=2)
 

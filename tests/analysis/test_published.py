@@ -21,34 +21,64 @@ from helpers.each import each
 
 TARGET = TargetShape(hidden_size=16, vocab_size=60, num_layers=12)
 BODY: dict[str, Any] = {
-    "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-    "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1000000, "max_position_embeddings": 512,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "max_position_embeddings": 512,
     "vocab_size": 60,
-}  # fmt: skip
+}
 OURS: dict[str, Any] = {
-    "hidden_size": 16, "intermediate_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 60,
-    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_positions": 512, "num_target_layers": 12,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 60,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_positions": 512,
+    "num_target_layers": 12,
+}
 UNDECLARED = {**OURS, "num_target_layers": None}
 """Speculators files say nothing of their target's depth."""
 DFLASH_LAYER = {
-    "input_layernorm.weight": (16,), "post_attention_layernorm.weight": (16,), "self_attn.q_proj.weight": (32, 16),
-    "self_attn.k_proj.weight": (16, 16), "self_attn.v_proj.weight": (16, 16), "self_attn.o_proj.weight": (16, 32),
-    "self_attn.q_norm.weight": (8,), "self_attn.k_norm.weight": (8,), "mlp.gate_proj.weight": (24, 16),
-    "mlp.up_proj.weight": (24, 16), "mlp.down_proj.weight": (16, 24),
-}  # fmt: skip
+    "input_layernorm.weight": (16,),
+    "post_attention_layernorm.weight": (16,),
+    "self_attn.q_proj.weight": (32, 16),
+    "self_attn.k_proj.weight": (16, 16),
+    "self_attn.v_proj.weight": (16, 16),
+    "self_attn.o_proj.weight": (16, 32),
+    "self_attn.q_norm.weight": (8,),
+    "self_attn.k_norm.weight": (8,),
+    "mlp.gate_proj.weight": (24, 16),
+    "mlp.up_proj.weight": (24, 16),
+    "mlp.down_proj.weight": (16, 24),
+}
 BIASES = {f"self_attn.{p}_proj.bias": (n,) for p, n in {"q": 32, "k": 16, "v": 16, "o": 16}.items()}
 EAGLE_LAYER = {
-    "input_layernorm.weight": (16,), "hidden_norm.weight": (16,), "post_attention_layernorm.weight": (16,),
-    "self_attn.q_proj.weight": (32, 32), "self_attn.k_proj.weight": (16, 32), "self_attn.v_proj.weight": (16, 32),
-    "self_attn.o_proj.weight": (16, 32), "mlp.gate_proj.weight": (24, 16), "mlp.up_proj.weight": (24, 16),
+    "input_layernorm.weight": (16,),
+    "hidden_norm.weight": (16,),
+    "post_attention_layernorm.weight": (16,),
+    "self_attn.q_proj.weight": (32, 32),
+    "self_attn.k_proj.weight": (16, 32),
+    "self_attn.v_proj.weight": (16, 32),
+    "self_attn.o_proj.weight": (16, 32),
+    "mlp.gate_proj.weight": (24, 16),
+    "mlp.up_proj.weight": (24, 16),
     "mlp.down_proj.weight": (16, 24),
-}  # fmt: skip
+}
 QK_NORM = {"self_attn.q_norm.weight": (8,), "self_attn.k_norm.weight": (8,)}
 VOCABULARY = {"embed_tokens.weight": (60, 16), "lm_head.weight": (60, 16)}
 REDUCED = [3, 4, 10, 40, 59]
-MAP = {"d2t": torch.tensor([i - n for n, i in enumerate(REDUCED)]),
-       "t2d": torch.tensor([i in REDUCED for i in range(60)])}  # fmt: skip
+MAP = {
+    "d2t": torch.tensor([i - n for n, i in enumerate(REDUCED)]),
+    "t2d": torch.tensor([i in REDUCED for i in range(60)]),
+}
 
 
 def dflash_tensors(taps: int = 3, layers: int = 2, **more: Any) -> dict[str, tuple[int, ...]]:
@@ -85,10 +115,17 @@ def holds(draft: Any, folder: Path, layer: tuple[str, str] = ("", ""), extra: tu
 # z-lab's DFlash.
 
 Z_LAB = {
-    "architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "model_type": "qwen3",
-    "block_size": 16, "dflash_config": {"mask_token_id": 57, "target_layer_ids": [1, 5, 9]}, "num_target_layers": 12,
-    "num_hidden_layers": 2, "layer_types": ["full_attention", "full_attention"], "attention_bias": False, **BODY,
-}  # fmt: skip
+    "architectures": ["DFlashDraftModel"],
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "model_type": "qwen3",
+    "block_size": 16,
+    "dflash_config": {"mask_token_id": 57, "target_layer_ids": [1, 5, 9]},
+    "num_target_layers": 12,
+    "num_hidden_layers": 2,
+    "layer_types": ["full_attention", "full_attention"],
+    "attention_bias": False,
+    **BODY,
+}
 
 
 def test_z_lab_dflash(tmp_path: Path) -> None:
@@ -133,16 +170,21 @@ def test_fused_queries_keys_and_values_are_taken_apart(tmp_path: Path) -> None:
 # DFlash of speculators.
 
 SPECULATORS = {
-    "architectures": ["DFlashSpeculator"], "auto_map": {"": "config.DFlashSpeculatorConfig"},
-    "speculators_model_type": "dflash", "draft_vocab_size": 5, "block_size": 8, "mask_token_id": 57,
+    "architectures": ["DFlashSpeculator"],
+    "auto_map": {"": "config.DFlashSpeculatorConfig"},
+    "speculators_model_type": "dflash",
+    "draft_vocab_size": 5,
+    "block_size": 8,
+    "mask_token_id": 57,
     "aux_hidden_state_layer_ids": [2, 6, 10],
     "speculators_config": {
-        "algorithm": "dflash", "default_proposal_method": "greedy",
+        "algorithm": "dflash",
+        "default_proposal_method": "greedy",
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 7}],
         "verifier": {"name_or_path": "Org/Target-8B", "architectures": ["Qwen3ForCausalLM"]},
     },
     "transformer_layer_config": {"model_type": "qwen3", "num_hidden_layers": 2, **BODY},
-}  # fmt: skip
+}
 
 
 def test_speculators_dflash_with_a_reduced_vocabulary(tmp_path: Path) -> None:
@@ -150,9 +192,15 @@ def test_speculators_dflash_with_a_reduced_vocabulary(tmp_path: Path) -> None:
     draft = load(published(tmp_path, SPECULATORS, shapes, **MAP))
     # Layers are named by their input here.
     assert draft.config == DFlashConfig(
-        **UNDECLARED, num_layers=2, block_size=8, mask_token_id=57, target_layer_ids=(1, 5, 9), own_embedding=True,
-        own_head=True, draft_vocab_size=5,
-    )  # fmt: skip
+        **UNDECLARED,
+        num_layers=2,
+        block_size=8,
+        mask_token_id=57,
+        target_layer_ids=(1, 5, 9),
+        own_embedding=True,
+        own_head=True,
+        draft_vocab_size=5,
+    )
     assert draft.target_ids(torch.arange(5)).tolist() == REDUCED
     holds(draft, tmp_path)
     _, checkpoint = formats.read_checkpoint(tmp_path, TARGET)
@@ -193,9 +241,13 @@ def test_a_key_that_speculators_leave_out_means_the_default_of_the_class(tmp_pat
     layer = {key: value for key, value in BODY.items() if key not in ("head_dim", "rms_norm_eps", "rope_theta")}
     config = {**SPECULATORS, "transformer_layer_config": {"model_type": "qwen3", "num_hidden_layers": 1, **layer}}
     wide = {
-        "self_attn.q_proj.weight": (512, 16), "self_attn.k_proj.weight": (256, 16), "self_attn.q_norm.weight": (128,),
-        "self_attn.v_proj.weight": (256, 16), "self_attn.o_proj.weight": (16, 512), "self_attn.k_norm.weight": (128,),
-    }  # fmt: skip
+        "self_attn.q_proj.weight": (512, 16),
+        "self_attn.k_proj.weight": (256, 16),
+        "self_attn.q_norm.weight": (128,),
+        "self_attn.v_proj.weight": (256, 16),
+        "self_attn.o_proj.weight": (16, 512),
+        "self_attn.k_norm.weight": (128,),
+    }
     shapes = {**dflash_tensors(layers=1, **wide), **VOCABULARY, "lm_head.weight": (5, 16)}
     read = load(published(tmp_path, config, shapes, **MAP)).config
     assert (read.head_dim, read.rms_norm_eps, read.rope_theta) == (128, 1e-6, 10000.0)
@@ -204,19 +256,34 @@ def test_a_key_that_speculators_leave_out_means_the_default_of_the_class(tmp_pat
 # DFlash of DeepSpec.
 
 DEEPSPEC = {
-    "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "block_size": 7, "target_layer_ids": [1, 5, 9],
-    "mask_token_id": 57, "num_anchors": 512, "num_target_layers": 12, "num_hidden_layers": 2,
-    "layer_types": ["full_attention", "full_attention"], "enable_confidence_head": False, "markov_rank": 0,
-    "tie_word_embeddings": False, **BODY,
-}  # fmt: skip
+    "architectures": ["Qwen3DSparkModel"],
+    "model_type": "qwen3",
+    "block_size": 7,
+    "target_layer_ids": [1, 5, 9],
+    "mask_token_id": 57,
+    "num_anchors": 512,
+    "num_target_layers": 12,
+    "num_hidden_layers": 2,
+    "layer_types": ["full_attention", "full_attention"],
+    "enable_confidence_head": False,
+    "markov_rank": 0,
+    "tie_word_embeddings": False,
+    **BODY,
+}
 
 
 def test_deepspec_dflash_drafts_from_every_slot_and_brings_its_vocabulary(tmp_path: Path) -> None:
     draft = load(published(tmp_path, DEEPSPEC, {**dflash_tensors(), **VOCABULARY}))
     assert draft.config == DFlashConfig(
-        **OURS, num_layers=2, block_size=7, mask_token_id=57, target_layer_ids=(1, 5, 9), shifted_labels=True,
-        own_embedding=True, own_head=True,
-    )  # fmt: skip
+        **OURS,
+        num_layers=2,
+        block_size=7,
+        mask_token_id=57,
+        target_layer_ids=(1, 5, 9),
+        shifted_labels=True,
+        own_embedding=True,
+        own_head=True,
+    )
     assert draft.config.num_drafts(7) == 7
     holds(draft, tmp_path)
 
@@ -298,11 +365,16 @@ def test_features_of_another_width_need_an_embedding(tmp_path: Path) -> None:
 # EAGLE-3 of speculators and DeepSpec.
 
 EAGLE_SPECULATORS = {
-    "architectures": ["Eagle3Speculator"], "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
-    "speculators_model_type": "eagle3", "draft_vocab_size": 5, "norm_before_residual": True, "target_hidden_size": None,
-    "eagle_aux_hidden_state_layer_ids": None, "speculators_config": SPECULATORS["speculators_config"],
+    "architectures": ["Eagle3Speculator"],
+    "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+    "speculators_model_type": "eagle3",
+    "draft_vocab_size": 5,
+    "norm_before_residual": True,
+    "target_hidden_size": None,
+    "eagle_aux_hidden_state_layer_ids": None,
+    "speculators_config": SPECULATORS["speculators_config"],
     "transformer_layer_config": {"model_type": "llama", "num_hidden_layers": 1, **BODY},
-}  # fmt: skip
+}
 OWN = {"embed_tokens.weight": (60, 16)}
 
 
@@ -346,10 +418,16 @@ def test_a_body_that_is_neither_qwen3_nor_llama_is_refused(kind: str | None, tmp
 
 def test_deepspec_eagle3_taps_five_layers(tmp_path: Path) -> None:
     config = {
-        "architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", "target_layer_ids": [1, 3, 5, 7, 9],
-        "num_target_layers": 12, "num_hidden_layers": 36, "draft_num_hidden_layers": 1, "ttt_length": 7,
-        "step_loss_decay": 0.8, **BODY,
-    }  # fmt: skip
+        "architectures": ["Qwen3Eagle3Model"],
+        "model_type": "qwen3",
+        "target_layer_ids": [1, 3, 5, 7, 9],
+        "num_target_layers": 12,
+        "num_hidden_layers": 36,
+        "draft_num_hidden_layers": 1,
+        "ttt_length": 7,
+        "step_loss_decay": 0.8,
+        **BODY,
+    }
     shapes = {**eagle_tensors("layers.0", taps=5, head=60, **QK_NORM), **OWN}
     draft = load(published(tmp_path, config, shapes))
     assert draft.config == Eagle3Config(
@@ -367,7 +445,10 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Tensor
     "z-lab, biases": ("zlab", {**Z_LAB, "attention_bias": True}, dflash_tensors(**BIASES), {}),
     "speculators dflash": ("speculators", SPECULATORS, {**WHOLE, "lm_head.weight": (5, 16)}, MAP),
     "speculators dflash, shifted": (
-        "speculators", {**SPECULATORS, "sample_from_anchor": True, "draft_vocab_size": 60}, WHOLE, {}
+        "speculators",
+        {**SPECULATORS, "sample_from_anchor": True, "draft_vocab_size": 60},
+        WHOLE,
+        {},
     ),
     "deepspec dflash": ("deepspec", DEEPSPEC, WHOLE, {}),
     "safeailab": ("safeailab", SPECFORGE, eagle_tensors("midlayer"), MAP),
@@ -378,7 +459,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Tensor
         {**eagle_tensors("layers.0", taps=5, head=60, **QK_NORM), **OWN},
         {},
     ),
-}  # fmt: skip
+}
 
 
 @each("what", PUBLISHED)
@@ -391,8 +472,10 @@ def test_what_our_writer_writes_is_the_same_draft_and_the_same_tensors(what: str
     assert form.name == name and ours.config == theirs.config
     stored = [load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "ours")]
     assert stored[0].keys() == stored[1].keys()
-    assert all(torch.equal(stored[1][key], tensor) and stored[1][key].dtype == tensor.dtype
-               for key, tensor in stored[0].items())  # fmt: skip
+    assert all(
+        torch.equal(stored[1][key], tensor) and stored[1][key].dtype == tensor.dtype
+        for key, tensor in stored[0].items()
+    )
 
 
 def draft_of(kind: str, **changes: Any) -> DFlashDraft | Eagle3Draft:

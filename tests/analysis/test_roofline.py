@@ -10,9 +10,11 @@ from dflash_bench.analysis.roofline import Work, bound, experts_read, least_s, l
 from dflash_bench.core.forwards import AttentionCost, DraftPass, Rates, Size
 
 DENSE = Size(
-    weight_bytes=1000, matrix_elements=200, row_bytes=8,
+    weight_bytes=1000,
+    matrix_elements=200,
+    row_bytes=8,
     attention=(AttentionCost(num_layers=3, window=None, query_size=16, cache_bytes=10),),
-)  # fmt: skip
+)
 RATES = Rates(bandwidth=100.0, products=1000.0)
 
 

@@ -80,9 +80,13 @@ def test_what_grows_with_more_experts_may_be_bandwidth() -> None:
 
 def test_a_run_keeps_what_it_measured_and_an_older_one_has_none() -> None:
     measured = {
-        "rows": 1, "context": 128, "bandwidth": 1000.0, "products": 1e9, "size": asdict(SIZE) | {"newer": 1},
+        "rows": 1,
+        "context": 128,
+        "bandwidth": 1000.0,
+        "products": 1e9,
+        "size": asdict(SIZE) | {"newer": 1},
         "seconds": {str(width): LinearCost(4.9, 0.1).at(width) for width in WIDTHS},
-    }  # fmt: skip
+    }
     through = stored(about(forwards=measured))
     assert through is not None and through.line == pytest.approx((4.9, 0.1)) and through.regime == "fixed cost"
     assert stored(about()) is None and stored(about(forwards=None)) is None

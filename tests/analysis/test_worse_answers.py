@@ -32,9 +32,14 @@ def rows(wrong: int, righted: int = 0, method: str = "dflash") -> list[Answer]:
 
 
 SERVER = {
-    "address": "a", "dialect": "vllm", "version": None, "model": None, "prompts": "chats", "prefix_cache": "off",
+    "address": "a",
+    "dialect": "vllm",
+    "version": None,
+    "model": None,
+    "prompts": "chats",
+    "prefix_cache": "off",
     "facts": {},
-}  # fmt: skip
+}
 
 
 def found(records: Sequence[Answer], identity: dict[str, Any] | None = None) -> list[Finding]:
@@ -61,10 +66,19 @@ def changes(main: Main, *words: str) -> dict[tuple[str, str, str | None], Any]:
     return {(one["before"], one["after"], one["method"]): one for one in json.loads(out)["changes"]}
 
 
-SAMPLED = [{
-    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "thinking": None,
-    "concurrency": 1, "context": None, "rate": None,
-}]  # fmt: skip
+SAMPLED = [
+    {
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "thinking": None,
+        "concurrency": 1,
+        "context": None,
+        "rate": None,
+    }
+]
 
 
 def test_compare_says_it_within_a_run(main: Main, tmp_path: Path) -> None:

@@ -73,15 +73,31 @@ def test_it_is_a_command_as_a_module() -> None:
 
 def test_options_become_what_the_command_makes_of_them(tmp_path: Path) -> None:
     asked = request_of(
-        suite="gsm8k", methods=["dflash", "eagle3"], temperature=[0, 1], concurrency=4, block_size=8,
-        drafts={"dflash": tmp_path}, servers={"plain": "http://localhost:1"}, over={"block": [8, 16]},
-        prompts=str(tmp_path), model=tmp_path, context=(None, 512),
-    )  # fmt: skip
+        suite="gsm8k",
+        methods=["dflash", "eagle3"],
+        temperature=[0, 1],
+        concurrency=4,
+        block_size=8,
+        drafts={"dflash": tmp_path},
+        servers={"plain": "http://localhost:1"},
+        over={"block": [8, 16]},
+        prompts=str(tmp_path),
+        model=tmp_path,
+        context=(None, 512),
+    )
     assert asked == RunRequest(
-        suites=("gsm8k",), methods=("dflash", "eagle3"), temperature=(0.0, 1.0), concurrency=(4,), block_size="8",
-        drafts=(f"dflash={tmp_path}",), servers=("plain=http://localhost:1",), over=("block=8,16",),
-        prompts=tmp_path, model=str(tmp_path), context=(None, 512),
-    )  # fmt: skip
+        suites=("gsm8k",),
+        methods=("dflash", "eagle3"),
+        temperature=(0.0, 1.0),
+        concurrency=(4,),
+        block_size="8",
+        drafts=(f"dflash={tmp_path}",),
+        servers=("plain=http://localhost:1",),
+        over=("block=8,16",),
+        prompts=tmp_path,
+        model=str(tmp_path),
+        context=(None, 512),
+    )
 
 
 def test_an_unknown_option_is_one_line() -> None:

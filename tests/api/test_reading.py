@@ -213,12 +213,21 @@ def test_reading_comparing_gating_and_drawing_work_where_torch_cannot_be_importe
     for name in ("one", "two", "results/runs/newest"):
         stored(tmp_path / name, answers(), model="mine", target="mine")
     commands = [
-        "runs", "report one --full", "report one -o one.html",
-        "report one --format latex --layout paper", "compare one two", "compare one two -o both.html",
-        "baseline one two -o base.json", "check one --baseline base.json",
-        "plot one --format pdf --paper column -o paper", "card one", "index results -o site", "--help", "suites",
+        "runs",
+        "report one --full",
+        "report one -o one.html",
+        "report one --format latex --layout paper",
+        "compare one two",
+        "compare one two -o both.html",
+        "baseline one two -o base.json",
+        "check one --baseline base.json",
+        "plot one --format pdf --paper column -o paper",
+        "card one",
+        "index results -o site",
+        "--help",
+        "suites",
         "methods",
-    ]  # fmt: skip
+    ]
     code = f"""
 import json, sys
 for name in ("torch", "transformers", "numba"):

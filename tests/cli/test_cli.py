@@ -191,9 +191,10 @@ def mismatches(monkeypatch: Patch, capsys: Captured, run: str) -> list[tuple[str
     assert main(monkeypatch, "report", run, "--format", "json") == 0
     return [
         (one["kind"], one["remedy_code"], place["method"], place["values"]["num_answers"])
-        for one in json.loads(capsys.readouterr().out)["findings"] for place in one["places"]
+        for one in json.loads(capsys.readouterr().out)["findings"]
+        for place in one["places"]
         if one["kind"] == "mismatch"
-    ]  # fmt: skip
+    ]
 
 
 def test_failed_answers_are_rows_and_exit_status_1(here: Path, monkeypatch: Patch, capsys: Captured) -> None:

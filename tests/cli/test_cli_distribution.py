@@ -35,12 +35,13 @@ def unkept(drawn: Draws) -> Draws:
         (draws(method=METHOD), 0, f"{METHOD} draws as"),
         (draws(20, method=METHOD), 0, "too few tokens to test: token 1, "),
         (
-            draws(600, method=METHOD, where=lambda columns: columns["is_bonus"], share=lambda p: p**3), 1,
+            draws(600, method=METHOD, where=lambda columns: columns["is_bonus"], share=lambda p: p**3),
+            1,
             f"{METHOD} does NOT draw as",
         ),
         (unkept(draws(method=METHOD)), 1, "was not tested"),
     ],
-)  # fmt: skip
+)
 def test_the_verdict_is_said_in_words_and_by_the_exit_status(
     drawn: Draws, status: int, said: str, monkeypatch: Patch, capsys: Captured
 ) -> None:

@@ -38,11 +38,17 @@ EDITS = st.lists(
     max_size=3,
 )
 PIECES = st.lists(
-    st.tuples(st.floats(0, 1), st.integers(0, 40), st.binary(max_size=12) | st.sampled_from([
-        b"\xff" * 8, b"\0" * 16, b"PK", b"{" * 200, b"9" * 400, "\u202e".encode(), b"\n" * 50, b"PAR1", b"GGUF",
-    ])),
-    min_size=1, max_size=4,
-)  # fmt: skip
+    st.tuples(
+        st.floats(0, 1),
+        st.integers(0, 40),
+        st.binary(max_size=12)
+        | st.sampled_from(
+            [b"\xff" * 8, b"\0" * 16, b"PK", b"{" * 200, b"9" * 400, "\u202e".encode(), b"\n" * 50, b"PAR1", b"GGUF"]
+        ),
+    ),
+    min_size=1,
+    max_size=4,
+)
 SPOILT = st.tuples(PIECES, st.floats(0, 1) | st.just(1.0))
 
 

@@ -120,12 +120,8 @@ DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
     "deep settings of the tokenizer": (text("target/tokenizer_config.json", DEEP), DEEP_SAID, ALL),
     "a deep tokenizer": (text("target/tokenizer.json", DEEP), DEEP_SAID, ("run",)),
     "a deep tokenizer of the draft": (text("dflash/tokenizer.json", DEEPER), DEEP_SAID, ("run",)),
-    "a tokenizer that Rust cannot read": (
-        edited("target/tokenizer.json", version="9.0"), "cannot load", ("run",),
-    ),
-    "a number of 10,000 digits": (
-        text("dflash/config.json", f'{{"block_size": {"9" * 10_000}}}'), "digits", ALL,
-    ),
+    "a tokenizer that Rust cannot read": (edited("target/tokenizer.json", version="9.0"), "cannot load", ("run",)),
+    "a number of 10,000 digits": (text("dflash/config.json", f'{{"block_size": {"9" * 10_000}}}'), "digits", ALL),
     "a shard with a name of 5,000 letters": (shards("dflash", "x" * 5000), "which is not beside it", ALL),
     "a shard of the target with such a name": (shards("target", "x" * 5000), "", ("run", "convert")),
     "a shard with no name": (shards("dflash", ""), "which is not beside it", ALL),
@@ -135,19 +131,19 @@ DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
     "a mask below nothing": (mask(-5), "mask_token_id cannot be -5", ALL),
     "a mask beyond the vocabulary": (mask(1024), "1024", ("run", "convert")),
     "a mask that is a word": (mask("<mask>"), "mask_token_id cannot be '<mask>'", ALL),
-    "a vocabulary of less than nothing": (
-        edited("target/config.json", vocab_size=-5), "vocab_size", ALL,
-    ),
-    "no positions": (
-        edited("target/config.json", max_position_embeddings=0), "max_position_embeddings", ALL,
-    ),
+    "a vocabulary of less than nothing": (edited("target/config.json", vocab_size=-5), "vocab_size", ALL),
+    "no positions": (edited("target/config.json", max_position_embeddings=0), "max_position_embeddings", ALL),
     "a stop that is a word": (
-        edited("target/generation_config.json", eos_token_id=["end"]), "eos_token_id in generation", ("run",),
+        edited("target/generation_config.json", eos_token_id=["end"]),
+        "eos_token_id in generation",
+        ("run",),
     ),
     "a stop that is an object": (
-        edited("target/generation_config.json", eos_token_id={"a": 1}), "eos_token_id in generation", ("run",),
+        edited("target/generation_config.json", eos_token_id={"a": 1}),
+        "eos_token_id in generation",
+        ("run",),
     ),
-}  # fmt: skip
+}
 CASES = [(what, command) for what, (_, _, commands) in DAMAGES.items() for command in commands]
 
 

@@ -125,9 +125,13 @@ def test_and_so_does_the_real_command_line(kind: str, here: Path) -> None:
     """With and without all that a run loads."""
     words = OPTIONS[kind][3]
     done = subprocess.run(
-        [sys.executable, "-m", "dflash_bench.cli", *words], capture_output=True, text=True, timeout=300, check=False,
+        [sys.executable, "-m", "dflash_bench.cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+    )
     said = readers.without_progress(done.stderr)
     assert (done.returncode, done.stdout, len(said)) == (2, "", 1), (words, done.stderr[-400:])
     assert said[0].startswith("dflash-bench: ")

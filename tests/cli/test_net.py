@@ -119,10 +119,15 @@ def test_a_shell_that_allows_little_memory_is_told_so(
     (tmp_path / "p.jsonl").write_text('{"prompt": "Hi"}\n')
     limit = megabytes * 10**6
     done = subprocess.run(
-        [sys.executable, "-m", "dflash_bench.cli", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-m", "dflash_bench.cli", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)), check=False,
-    )  # fmt: skip
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+        check=False,
+    )
     assert "Traceback" not in done.stderr
     if done.returncode:
         assert (done.returncode, len(readers.without_progress(done.stderr))) == (2, 1), done.stderr
@@ -190,12 +195,13 @@ TARGETS: dict[str, tuple[dict[str, Any], str]] = {
         "sliding_window cannot be None",
     ),
     "sliding layers with a window of 0": (
-        {"layer_types": ["sliding_attention"] * 4, "use_sliding_window": True, "sliding_window": 0}, "sliding_window",
+        {"layer_types": ["sliding_attention"] * 4, "use_sliding_window": True, "sliding_window": 0},
+        "sliding_window",
     ),
     "too few types of layers": ({"layer_types": ["full_attention"]}, "layer"),
     "heads that do not add up": ({"num_key_value_heads": 3}, "do not add up"),
     "a huge layer": ({"intermediate_size": 10**9}, "intermediate_size in its config.json cannot be 1000000000"),
-}  # fmt: skip
+}
 
 
 @each("command", ["run", "inspect", "doctor", "profile", "convert"])
@@ -328,7 +334,7 @@ def outcome(words: list[str], shell: str = "") -> tuple[int, str]:
     line = f"{shlex.join([sys.executable, '-m', 'dflash_bench.cli', *words])} {shell}"
     done = subprocess.run(
         ["bash", "-c", f"{line}; exit ${{PIPESTATUS[0]}}"], stderr=subprocess.PIPE, text=True, check=False
-    )  # fmt: skip
+    )
     return done.returncode, done.stderr
 
 

@@ -121,9 +121,11 @@ def test_suites_and_methods_are_the_same_with_commas_and_repeated() -> None:
     assert typed == RunRequest(suites=("gsm8k", "math500", "aime24"), methods=("dflash:n=8,rule=match", "ngram"))
 
 
-OPTIONS: Sequence[str] = (
-    "--prompts", "p.jsonl", "--method", "dflash,eagle3:2", "--temperature", "0,0.5", "--limit", "1", "--seed", "3",
-)  # fmt: skip
+OPTIONS: Sequence[str] = tuple(
+    """
+    --prompts p.jsonl --method dflash,eagle3:2 --temperature 0,0.5 --limit 1 --seed 3
+    """.split()
+)
 
 
 def test_options_kept_in_a_file_are_the_same_run(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +134,7 @@ def test_options_kept_in_a_file_are_the_same_run(main: Main, monkeypatch: pytest
     code, _, err = main("run", *OPTIONS, "-o", "one", "--save-config", "bench.toml")
     assert (code, err.splitlines()[0]) == (0, "wrote bench.toml")
     kept = tomllib.loads(Path("bench.toml").read_text())
-    assert kept == {
-        "prompts": "p.jsonl", "method": ["dflash,eagle3:2"], "temperature": "0,0.5", "limit": 1, "seed": 3,
-    }  # fmt: skip
+    assert kept == {"prompts": "p.jsonl", "method": ["dflash,eagle3:2"], "temperature": "0,0.5", "limit": 1, "seed": 3}
     assert main("run", "-c", "bench.toml", "--out", "two")[0] == 0
     first, second = (read_info(Path(folder)) for folder in ("one", "two"))
     assert first.identity == second.identity and first.options == second.options

@@ -388,9 +388,17 @@ def test_train_takes_its_options_from_a_file_and_from_python_alike(
         assert main("train", *words) == (2, "", f"dflash-bench: {STOP}\n")
     with pytest.raises(UserError, match=STOP):
         db.train(
-            "nano", "mine", "dflash", written=8, openings=("Write", "What"), invented=2, max_disk_gb=1.5,
-            on_the_fly=True, format="zlab", epochs=2.0,
-        )  # fmt: skip
+            "nano",
+            "mine",
+            "dflash",
+            written=8,
+            openings=("Write", "What"),
+            invented=2,
+            max_disk_gb=1.5,
+            on_the_fly=True,
+            format="zlab",
+            epochs=2.0,
+        )
     from_file, typed_words, from_python = requests
     assert from_file == typed_words == from_python
 

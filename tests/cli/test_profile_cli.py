@@ -136,9 +136,8 @@ def test_bytes_and_operations_of_a_tiny_model(
     ],
 )
 def test_what_it_refuses(
-    words: tuple[str, ...], named: str, model: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    words: tuple[str, ...], named: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("dflash_bench.perf.round_parts.measure", lambda *_: pytest.fail("measured all the same"))
     own = () if "--target" in words else ("--model", model)
     rest = SMALL if "--context" not in words else SMALL[2:]
@@ -156,9 +155,18 @@ def test_memory_that_is_not_there_is_told_before_anything_is_made(
     error = refused(monkeypatch, capsys, "--model", "qwen3-8b", "--random-weights")
     assert all(name in error for name in ("qwen3-8b", "36 layers", "batch 1", "context 512", "10.0 GB", "--layers 2 "))
     error = refused(
-        monkeypatch, capsys, "--model", "qwen3-8b", "--random-weights", "--layers", "2", "--batch", "64", "--context",
+        monkeypatch,
+        capsys,
+        "--model",
+        "qwen3-8b",
+        "--random-weights",
+        "--layers",
+        "2",
+        "--batch",
+        "64",
+        "--context",
         "40000",
-    )  # fmt: skip
+    )
     assert " fits" in error and "--batch " in error
 
 

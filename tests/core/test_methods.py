@@ -65,7 +65,11 @@ def typed(draw: st.DrawFn, kind: MethodSpec) -> str:
 
 
 INVENTED = MethodSpec(
-    "invented", "", "dflash", "tree", True,
+    "invented",
+    "",
+    "dflash",
+    "tree",
+    True,
     (
         Option("width", "", 4, 1, 99, words=("auto",)),
         Option("rate", "", 0.5, 0, 1, kind=float),
@@ -73,7 +77,7 @@ INVENTED = MethodSpec(
         Option("free", "", "", kind=str),
     ),
     count="width",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("kind", [*METHODS.values(), INVENTED], ids=lambda kind: kind.name)

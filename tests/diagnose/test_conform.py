@@ -126,8 +126,10 @@ def test_the_first_differing_round_is_named() -> None:
     assert (difference.anchor_at, difference.expected, difference.found) == (third.anchor_at, third.drafted, bent)
     (difference,) = compare_rounds.differences_of(case, other(case, accepted=third.accepted - 1))
     assert (difference.part, difference.expected, difference.found) == (
-        "accepted", (third.accepted,), (third.accepted - 1,),
-    )  # fmt: skip
+        "accepted",
+        (third.accepted,),
+        (third.accepted - 1,),
+    )
     assert compare_rounds.num_equal_rounds(case, other(case, accepted=9 + third.accepted)) == case.num_rounds - (
         third.accepted < case.num_drafts
     )
@@ -209,9 +211,11 @@ def details_of(case: GoldenCase, forward: str) -> Conformance:
 
 
 DETAILED = {
-    "jetspec-causal-head": "trees", "zlab-dflash2": "drawn", "zlab-dflash2-sliding": "drawn",
+    "jetspec-causal-head": "trees",
+    "zlab-dflash2": "drawn",
+    "zlab-dflash2-sliding": "drawn",
     "zlab-sliding-default": "drawn",
-}  # fmt: skip
+}
 
 
 @each("forward", ["torch", "transformers"])
@@ -334,10 +338,12 @@ def serving(
     """Says what was decoded for what is asked, and counts it in its way."""
     asked = list(asked_prompts(case))
     said = {
-        json.dumps(list(one.prompt.prompt)): (one, DecodedPrompt(one.prompt.tokens, one.prompt.rounds) if says is None
-                                              else says[place])
+        json.dumps(list(one.prompt.prompt)): (
+            one,
+            DecodedPrompt(one.prompt.tokens, one.prompt.rounds) if says is None else says[place],
+        )
         for place, one in enumerate(asked)
-    }  # fmt: skip
+    }
 
     def counts(prompt: str) -> AcceptanceCounts:
         one, spoken = said[prompt]
@@ -349,9 +355,12 @@ def serving(
         return Count(found.rounds, found.drafted or 0, found.accepted, list(found.at or ()))
 
     behaviour: dict[str, Any] = {
-        "answer": lambda prompt, _: said[prompt][1].tokens, "ends": frozenset(), "block": 1, "counts": count,
+        "answer": lambda prompt, _: said[prompt][1].tokens,
+        "ends": frozenset(),
+        "block": 1,
+        "counts": count,
         "rounds": lambda prompt: [step.accepted for step in said[prompt][1].rounds],
-    }  # fmt: skip
+    }
     with FakeServer(**{**behaviour, **does}) as running:
         yield running
 
@@ -364,10 +373,11 @@ assert LLAMACPP is not None
 @each(
     "does, conversion",
     [
-        ({"dialect": "vllm", "counts_by_request": True}, WHOLE), ({"dialect": "sglang"}, WHOLE),
+        ({"dialect": "vllm", "counts_by_request": True}, WHOLE),
+        ({"dialect": "sglang"}, WHOLE),
         ({"dialect": "llamacpp"}, LLAMACPP.conversions[0]),
     ],
-)  # fmt: skip
+)
 def test_a_server_that_answers_as_published_conforms(
     main: Main, name: str, does: dict[str, Any], conversion: Conversion
 ) -> None:

@@ -47,8 +47,9 @@ def subject_of(name: str) -> tuple[CaseSubject, Target]:
 def tried(draft: Any, target: Target, num_drafts: int) -> dict[str, Any]:
     """The changes of the kinds in question, by name."""
     subject = DraftUnderTest(draft, target, None, num_drafts)
-    groups: Iterator[Probe] = (one for group in (probes._embedding, probes._body, probes._correction)
-                               for one in group(subject))  # fmt: skip
+    groups: Iterator[Probe] = (
+        one for group in (probes._embedding, probes._body, probes._correction) for one in group(subject)
+    )
     return {one.change.name: one for one in groups}
 
 
@@ -114,16 +115,15 @@ def test_the_doctor_brings_back_what_a_checkpoint_lost(case: str, spoil: Callabl
 def test_a_selector_that_looks_at_the_last_token_alone_agrees_up_to_its_second_choice() -> None:
     subject, target = subject_of("zlab-dflash2")
     sound: Any = subject.drafter(target)
-    side: Any = SimpleNamespace(
-        backend=SimpleNamespace(target=target), num_drafts=subject.case.num_drafts, prompts=[]
-    )  # fmt: skip
+    side: Any = SimpleNamespace(backend=SimpleNamespace(target=target), num_drafts=subject.case.num_drafts, prompts=[])
     causes = {one.cause.name: one for one in _about_blocks(side, sound.draft)}
     _, wrong = causes["all selected at once"].build()
     pairs = [
         (ours.drafted, theirs.drafted)
         for ours, theirs in zip(
             (one for prompt in decode_prompts(target, wrong, subject.case.prompts) for one in prompt.rounds[:1]),
-            (one for prompt in subject.case.prompts for one in prompt.rounds[:1]), strict=True,
+            (one for prompt in subject.case.prompts for one in prompt.rounds[:1]),
+            strict=True,
         )
-    ]  # fmt: skip
+    ]
     assert all(ours[0] == theirs[0] for ours, theirs in pairs) and any(ours != theirs for ours, theirs in pairs)

@@ -80,9 +80,17 @@ def test_views_are_each_twice_as_wide_and_hold_every_token() -> None:
     columns = draws(3).columns
     names = [name for name, _ in views(columns)]
     assert names == [
-        "all tokens", "token 1", "tokens 2-3", "tokens 4-7", "tokens 8-15", "no draft", "draft place 1",
-        "draft places 2-3", "draft places 4-6", "bonus token",
-    ]  # fmt: skip
+        "all tokens",
+        "token 1",
+        "tokens 2-3",
+        "tokens 4-7",
+        "tokens 8-15",
+        "no draft",
+        "draft place 1",
+        "draft places 2-3",
+        "draft places 4-6",
+        "bonus token",
+    ]
     by_place = sum(chosen.astype(int) for name, chosen in views(columns) if name.startswith("token"))
     assert (by_place == 1).all()
     plain = draws(3)

@@ -118,8 +118,12 @@ def test_a_target_that_is_read_once_accepts_under_these_causes_as_the_real_one()
         assert cached_target.accepted(target, drafter, prompts, backend.limits) == real, one.cause
         found.append(one.cause.name)
     assert found == [
-        "no anchor", "the first layer's norm for all", "labels moved by one", "a block of 9", "a block of 16",
-    ]  # fmt: skip
+        "no anchor",
+        "the first layer's norm for all",
+        "labels moved by one",
+        "a block of 9",
+        "a block of 16",
+    ]
 
 
 IN_CHECKPOINTS = {

@@ -114,9 +114,11 @@ def toy() -> Any:
     table = TableTarget(VOCAB)
     table.model = TableModel(table)  # type: ignore[attr-defined]
     drafters = {
-        "ar": NoDrafter(), REJECTION: Near(table, "rejection"), MATCH: Near(table, "match"),
+        "ar": NoDrafter(),
+        REJECTION: Near(table, "rejection"),
+        MATCH: Near(table, "match"),
         TREE: Near(table, "match", is_tree=True),
-    }  # fmt: skip
+    }
     return SimpleNamespace(target=table, judge=SimpleNamespace(model=table.model), drafters=drafters)
 
 
@@ -157,9 +159,10 @@ def test_answers_have_seeds_of_their_own_which_are_the_same_under_all_methods(so
 
 
 @pytest.mark.parametrize(
-    ("rule", "method"), [(rule, method) for rule in (*WRONG_RULES, *NUMBERS) for method in rule.methods],
+    ("rule", "method"),
+    [(rule, method) for rule in (*WRONG_RULES, *NUMBERS) for method in rule.methods],
     ids=lambda one: one.name if isinstance(one, WrongRule) else one,
-)  # fmt: skip
+)
 def test_a_wrong_rule_is_found_out(rule: WrongRule, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule.plant(monkeypatch)
     # The toy's target has a begin of its own, and its drafters no cache.
@@ -288,15 +291,25 @@ def test_a_draft_of_several_lengths_and_one_that_learns_from_choices() -> None:
     table, prompts, seeds = TableTarget(VOCAB), [(1, 2)] * 30, range(30)
     tokens, lengths = torch.arange(30 * 6).reshape(30, 6) % VOCAB, [row % 7 for row in range(30)]
     ragged = continue_prompts(
-        table, Listed(table, Draft(tokens, lengths=lengths)), prompts, LENGTH, Sampling.of(SETTINGS), seeds,  # type: ignore[arg-type]
+        table,
+        Listed(table, Draft(tokens, lengths=lengths)),
+        prompts,
+        LENGTH,
+        Sampling.of(SETTINGS),
+        seeds,  # type: ignore[arg-type]
         guide_of(table, prompts, seeds),
-    )  # fmt: skip
+    )
     for answer, length in zip(ragged, lengths, strict=True):
         assert max(spot.depth for spot in answer.spots) <= (length + 1 if length else 0)
     learning = continue_prompts(
-        table, Listed(table, Draft(tokens, wants_choices=True)), prompts, LENGTH, Sampling.of(SETTINGS), seeds,  # type: ignore[arg-type]
+        table,
+        Listed(table, Draft(tokens, wants_choices=True)),
+        prompts,
+        LENGTH,
+        Sampling.of(SETTINGS),
+        seeds,  # type: ignore[arg-type]
         guide_of(table, prompts, seeds),
-    )  # fmt: skip
+    )
     # They may have been drawn with the target's own numbers: nothing of them is tested by its place in the draft.
     assert all(spot.is_forced and not spot.favourites for answer in learning for spot in answer.spots if spot.depth)
     assert {spot.depth for answer in ragged for spot in answer.spots} >= {0, 1, 2, 3}
@@ -345,10 +358,19 @@ def test_each_place_has_the_distribution_that_generate_would_draw_from(penalty: 
     odds = odds_of(model, prompt, [answer, answer], settings)
     for place in range(len(answer)):
         out = model.generate(
-            torch.tensor([[*prompt, *answer[:place]]]), max_new_tokens=1, do_sample=True, temperature=0.8, top_k=9,
-            top_p=0.9, min_p=0.02, repetition_penalty=penalty, output_scores=True, return_dict_in_generate=True,
-            pad_token_id=0, eos_token_id=None,
-        )  # fmt: skip
+            torch.tensor([[*prompt, *answer[:place]]]),
+            max_new_tokens=1,
+            do_sample=True,
+            temperature=0.8,
+            top_k=9,
+            top_p=0.9,
+            min_p=0.02,
+            repetition_penalty=penalty,
+            output_scores=True,
+            return_dict_in_generate=True,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
         for row in range(2):
             given = odds.log_p[row, place]
             assert torch.allclose(out.scores[0][0].log_softmax(dim=-1), given, atol=1e-4)

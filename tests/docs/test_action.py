@@ -32,10 +32,14 @@ class Runner:
         self.summary, self.output = folder / "summary", folder / "output"
         path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.environment = os.environ | {
-            "PATH": path, "RUNNER_TEMP": str(self.temporary), "GITHUB_WORKSPACE": str(self.workspace),
-            "GITHUB_STEP_SUMMARY": str(self.summary), "GITHUB_OUTPUT": str(self.output),
-            "GITHUB_ACTION_PATH": str(ROOT), "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+            "PATH": path,
+            "RUNNER_TEMP": str(self.temporary),
+            "GITHUB_WORKSPACE": str(self.workspace),
+            "GITHUB_STEP_SUMMARY": str(self.summary),
+            "GITHUB_OUTPUT": str(self.output),
+            "GITHUB_ACTION_PATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }
 
     def value(self, text: str) -> str:
         known = {f"inputs.{name}": value for name, value in self.inputs.items()}
@@ -52,9 +56,12 @@ class Runner:
                 continue
             env = self.environment | {name: self.value(text) for name, text in step.get("env", {}).items()}
             done = subprocess.run(
-                ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]], cwd=self.workspace, env=env,
-                capture_output=True, text=True,
-            )  # fmt: skip
+                ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
+                cwd=self.workspace,
+                env=env,
+                capture_output=True,
+                text=True,
+            )
             failed = failed or done.returncode
         return failed
 
@@ -111,6 +118,10 @@ def test_inputs_reach_commands_by_the_environment_alone() -> None:
     """Text in a command would be run: a title of a pull request, say."""
     commands = [step["run"] for step in STEPS if "run" in step]
     assert len(commands) == 4 and not any("${{" in command for command in commands)
-    used = {name for step in STEPS for text in [*step.get("env", {}).values(), step.get("if", "")]
-            for name in re.findall(r"inputs\.([\w-]+)", text)}  # fmt: skip
+    used = {
+        name
+        for step in STEPS
+        for text in [*step.get("env", {}).values(), step.get("if", "")]
+        for name in re.findall(r"inputs\.([\w-]+)", text)
+    }
     assert used == set(ACTION["inputs"]), "no input does nothing"

@@ -34,9 +34,15 @@ NANO = shown.ROOT / "dflash_bench" / "nano"
 FOR_THE_READER = {"M", "MODEL"}
 """Where a page says MODEL, the reader fills in their own."""
 OF_OTHER_PROGRAMS = {
-    "--disable-metrics", "--extra_llm_api_options", "--fresh", "--metrics", "--pages",
-    "--per-request-spec-decode-metrics", "--speculative-config", "--spec-synth-rates",
-}  # fmt: skip
+    "--disable-metrics",
+    "--extra_llm_api_options",
+    "--fresh",
+    "--metrics",
+    "--pages",
+    "--per-request-spec-decode-metrics",
+    "--speculative-config",
+    "--spec-synth-rates",
+}
 
 
 def test_every_command_is_known_by_how_it_is_covered() -> None:

@@ -27,8 +27,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     built = subprocess.run(
         [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs", ".", folder],
-        cwd=shown.ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=shown.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (built.returncode, built.stderr) == (0, "")
     return folder
 

@@ -220,8 +220,11 @@ def test_code_of_other_versions_is_kept_only_so_long(home: Path) -> None:
 
 
 def test_code_of_other_sources_is_not_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {*choice.SOURCES} == {path.name for path in Path(choice.__file__).parent.glob("*.py") if "@njit" in (
-        text := path.read_text(encoding="utf-8")) or "@kernel" in text or "@intrinsic" in text}  # fmt: skip
+    assert {*choice.SOURCES} == {
+        path.name
+        for path in Path(choice.__file__).parent.glob("*.py")
+        if "@njit" in (text := path.read_text(encoding="utf-8")) or "@kernel" in text or "@intrinsic" in text
+    }
     ours = choice.code_folder()
     monkeypatch.setattr(choice, "SOURCES", choice.SOURCES[:1])
     choice.code_folder.cache_clear()

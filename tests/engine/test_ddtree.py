@@ -106,9 +106,9 @@ def test_equal_seeds_draw_equal_tokens_with_and_without_a_tree() -> None:
 
 def test_one_candidate_a_slot_is_the_chain_and_is_sent_as_one() -> None:
     target = Target(tiny("llama"))
-    tree, chain = (run(target, drafter, PROMPTS, 20) for drafter in (
-        ddtree_drafter(target, 7, top_k=1), dflash_drafter(target)
-    ))  # fmt: skip
+    tree, chain = (
+        run(target, drafter, PROMPTS, 20) for drafter in (ddtree_drafter(target, 7, top_k=1), dflash_drafter(target))
+    )
     assert [(step.emitted, step.accepted) for step in tree.rounds] == [
         (step.emitted, step.accepted) for step in chain.rounds
     ]

@@ -231,13 +231,15 @@ def encoded(models: loading.Models) -> list[list[int]]:
     return [
         tokenizer.encode(
             tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True,
+                [{"role": "user", "content": question}],
+                tokenize=False,
+                add_generation_prompt=True,
                 enable_thinking=False,
             ),
             add_special_tokens=False,
         )
         for question in QUESTIONS
-    ]  # fmt: skip
+    ]
 
 
 def trained(models: loading.Models, name: str, target: Target, num_drafts: int) -> Any:

@@ -27,9 +27,11 @@ of both suites."""
 MOST = 24
 """Tokens of an answer."""
 SLOW_TO_SHOW = (
-    "a drafted token leaves its cache row stale", "rollback one too short", "rollback one too long",
+    "a drafted token leaves its cache row stale",
+    "rollback one too short",
+    "rollback one too long",
     "decoding goes on behind a stop token",
-)  # fmt: skip
+)
 """Faults that need room for whole drafts, or an answer's end, which is at the 42nd token."""
 
 

@@ -25,9 +25,15 @@ from helpers.pretended_gpu.traced import traced
 from helpers.toy import run
 
 CASES = (
-    "zlab-sliding-default", "zlab-sliding-noncausal", "zlab-causal-full", "zlab-embedding-scale", "jetspec-causal-head",
-    "angelslim-dflare", "zlab-dflash2", "zlab-dflash2-sliding",
-)  # fmt: skip
+    "zlab-sliding-default",
+    "zlab-sliding-noncausal",
+    "zlab-causal-full",
+    "zlab-embedding-scale",
+    "jetspec-causal-head",
+    "angelslim-dflare",
+    "zlab-dflash2",
+    "zlab-dflash2-sliding",
+)
 
 
 @pytest.mark.parametrize("forward", [{}, {"kernels": "torch"}, {"engine": "transformers"}], ids=str)

@@ -61,10 +61,13 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_the_publishers_code(kind: str, 
     half = copy.deepcopy(KINDS[kind]()).to(torch.bfloat16)
     theirs, ours = passes(Target(copy.deepcopy(half)), 1), passes(Target(half, network=FORWARDS[kernels](half)), 1)
     errors = [
-        sum(float((said.hidden.float() - truth.hidden).norm() / truth.hidden.norm())
-            for said, truth in zip(outputs, exact, strict=True) if said.hidden is not None and truth.hidden is not None)
+        sum(
+            float((said.hidden.float() - truth.hidden).norm() / truth.hidden.norm())
+            for said, truth in zip(outputs, exact, strict=True)
+            if said.hidden is not None and truth.hidden is not None
+        )
         for outputs in (theirs, ours)
-    ]  # fmt: skip
+    ]
     assert 0 < errors[1] < 1.3 * errors[0]
 
 
@@ -102,7 +105,7 @@ def unique(model: Any) -> list[torch.Tensor]:
         (lambda: tiny("llama", hidden_act="gelu"), "its activation is gelu"),
         (lambda: tiny.__wrapped__("llama", rope_parameters=YARN | {"rope_type": "dynamic"}), "dynamic"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_covered_is_refused_with_the_reason(model: Any, said: str) -> None:
     with pytest.raises(UserError, match=f"--engine native does not cover this target: .*{said}"):
         target_of(model(), "native")

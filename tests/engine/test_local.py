@@ -257,9 +257,15 @@ def test_every_id_that_ends_an_answer_is_a_stop_id(configured: Any, expected: se
 
 def opened(*texts: str | Method, preset: Preset | None = None, shifted_labels: bool = False) -> LocalBackend:
     body: dict[str, Any] = {
-        "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 97,
-        "num_target_layers": 6, "target_layer_ids": (1, 2, 4),
-    }  # fmt: skip
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 97,
+        "num_target_layers": 6,
+        "target_layer_ids": (1, 2, 4),
+    }
     drafts: Any = {
         "dflash": DFlashDraft(
             DFlashConfig(**body, num_layers=1, block_size=8, mask_token_id=96, shifted_labels=shifted_labels)
@@ -276,8 +282,13 @@ def test_a_method_drafts_as_many_tokens_as_the_user_the_preset_or_the_draft_says
     tuned = Preset("", {}, num_drafts={"eagle3": 4})
     drafters = opened("ar", "dflash", "dflash:3", "eagle3", "eagle3:2", "eagle3@b", preset=tuned).drafters
     assert {label: drafter.num_drafts for label, drafter in drafters.items()} == {
-        "ar": 0, "dflash": 7, "dflash:3": 3, "eagle3": 4, "eagle3:2": 2, "eagle3@b": 7,
-    }  # fmt: skip
+        "ar": 0,
+        "dflash": 7,
+        "dflash:3": 3,
+        "eagle3": 4,
+        "eagle3:2": 2,
+        "eagle3@b": 7,
+    }
     assert opened("eagle3").drafters["eagle3"].num_drafts == METHODS["eagle3"].option("n").default
 
 
@@ -308,8 +319,12 @@ def test_a_ddtree_has_as_many_nodes_as_asked_for_or_chooses_among_many() -> None
         opened("ddtree", "ddtree:12", "ddtree:nodes=auto", "ddtree:nodes=5,top_k=2,block=4", "ddtree:top_k=1").drafters
     )
     assert [(d.num_drafts, d.top_k, d.block_size) for d in drafters.values()] == [
-        (32, 32, 8), (12, 12, 8), (63, 63, 8), (5, 2, 4), (7, 1, 8),
-    ]  # fmt: skip
+        (32, 32, 8),
+        (12, 12, 8),
+        (63, 63, 8),
+        (5, 2, 4),
+        (7, 1, 8),
+    ]
     assert [hasattr(drafter, "adaptive") for drafter in drafters.values()] == [False, False, True, False, False]
     with pytest.raises(UserError, match="with top_k 1 and block 8 the tree has at most 7 nodes; give fewer nodes, or"):
         opened("ddtree:nodes=8,top_k=1")

@@ -98,9 +98,12 @@ def by_scanning(text: Sequence[int], limit: int, longest: int, shortest: int) ->
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.integers(0, 2), min_size=2, max_size=40), st.integers(1, 6), st.integers(1, 3), st.integers(0, 3),
+    st.lists(st.integers(0, 2), min_size=2, max_size=40),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.integers(0, 3),
     st.data(),
-)  # fmt: skip
+)
 def test_the_index_says_what_a_scan_of_the_text_says(
     text: list[int], limit: int, shortest: int, more: int, data: st.DataObject
 ) -> None:

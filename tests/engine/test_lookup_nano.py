@@ -26,11 +26,10 @@ QUESTIONS = [
     "your final answer within \\boxed{}.",
 ]
 LENGTH = 30
-TYPED = [
-    "ngram", "ngram:5", "suffix", "suffix:earlier=no,threshold=0.3", "lookahead",
-    "lookahead:window=3,ngram=3,guesses=2", "oracle", "random:4", "synthetic:rates=0.9/0.5", "dflash+ngram",
-    "dflash+ngram:block=6,match=2,copy=4",
-]  # fmt: skip
+TYPED = """
+    ngram ngram:5 suffix suffix:earlier=no,threshold=0.3 lookahead lookahead:window=3,ngram=3,guesses=2 oracle
+    random:4 synthetic:rates=0.9/0.5 dflash+ngram dflash+ngram:block=6,match=2,copy=4
+    """.split()
 
 
 @cache

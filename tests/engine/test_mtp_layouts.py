@@ -51,11 +51,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Glm4MoeConfig",
         {**ROUTED, "head_dim": 8, "use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 1},
     ),
-    "glm-4.7-flash": (
-        "Glm4MoeLiteForCausalLM",
-        "Glm4MoeLiteConfig",
-        LATENT,
-    ),
+    "glm-4.7-flash": ("Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", LATENT),
     "deepseek-v3.2": ("DeepseekV32ForCausalLM", "DeepseekV32Config", {**INDEXED, "index_n_heads": 16}),
     "glm-5": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", {**INDEXED, "index_n_heads": 16}),
     "mimo-v2": (
@@ -63,10 +59,12 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "MiMoV2FlashConfig",
         {
             **{key: value for key, value in ROUTED.items() if key != "n_shared_experts"},
-            **ALTERNATING, "head_dim": 12, "v_head_dim": 6,
+            **ALTERNATING,
+            "head_dim": 12,
+            "v_head_dim": 6,
         },
     ),
-}  # fmt: skip
+}
 BY_HAND = {"deepseek-v3.2": -1, "glm-5": -1, "mimo-v2": 0}
 """Kinds for whose heads transformers has no module, and the target's layer that is of the heads' class and parts."""
 SHAPE_OF_TARGET = TargetShape(32, VOCABULARY, DEPTH)
@@ -76,9 +74,7 @@ THEIRS = {
     "fc": "eh_proj",
     "norm": "shared_head.norm",
 }
-MIMO_V2 = {
-    **THEIRS, "norm": "final_layernorm", "layers.0.post_attention_layernorm": "pre_mlp_layernorm",
-}  # fmt: skip
+MIMO_V2 = {**THEIRS, "norm": "final_layernorm", "layers.0.post_attention_layernorm": "pre_mlp_layernorm"}
 MIMO = {
     "pre_fc_norm_embedding": "token_layernorm",
     "pre_fc_norm_hidden": "hidden_layernorm",
@@ -403,21 +399,26 @@ def test_they_are_counted_with_the_heads_and_not_with_the_target(tmp_path: Path)
 
 WRONG: dict[str, tuple[Callable[[], dict[str, Tensor]], str]] = {
     "an embedding of their own": (
-        lambda: {"embed_tokens.weight": torch.zeros(VOCABULARY, 32)}, "with embed_tokens of their own",
+        lambda: {"embed_tokens.weight": torch.zeros(VOCABULARY, 32)},
+        "with embed_tokens of their own",
     ),
     "a head of their own": (
-        lambda: {"shared_head.head.weight": torch.zeros(VOCABULARY, 32)}, "with shared_head.head of their own",
+        lambda: {"shared_head.head.weight": torch.zeros(VOCABULARY, 32)},
+        "with shared_head.head of their own",
     ),
     "scales of float8": (
-        lambda: {"eh_proj.weight_scale_inv": torch.ones(1, 1)}, "weight_scale_inv: quantised heads are not supported",
+        lambda: {"eh_proj.weight_scale_inv": torch.ones(1, 1)},
+        "weight_scale_inv: quantised heads are not supported",
     ),
     "another shape": (
-        lambda: {"eh_proj.weight": torch.zeros(32, 32)}, r"model\.layers\.4\.eh_proj\.weight is \[32, 32\], config",
+        lambda: {"eh_proj.weight": torch.zeros(32, 32)},
+        r"model\.layers\.4\.eh_proj\.weight is \[32, 32\], config",
     ),
     "a tensor too many": (
-        lambda: {"self_attn.gate.weight": torch.zeros(1)}, r"surplus tensor model\.layers\.4\.self_attn\.gate",
+        lambda: {"self_attn.gate.weight": torch.zeros(1)},
+        r"surplus tensor model\.layers\.4\.self_attn\.gate",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", WRONG)

@@ -160,68 +160,85 @@ def _cut(by: int) -> Patch:
 
 FAULTS: dict[str, tuple[str, Callable[[Made], bool], Patch]] = {
     "window off by one": (
-        "dflash", lambda made: "sliding_attention" in made.types and made.config["sliding_window"] < 8,
+        "dflash",
+        lambda made: "sliding_attention" in made.types and made.config["sliding_window"] < 8,
         seen_otherwise(lambda view: view if view.window is None else replace(view, window=view.window + 1)),
     ),
     "causal read as bidirectional": (
-        "jetspec", lambda made: made.block > 2, seen_otherwise(lambda view: replace(view, is_causal=False)),
+        "jetspec",
+        lambda made: made.block > 2,
+        seen_otherwise(lambda view: replace(view, is_causal=False)),
     ),
     "convolution over the seam of a block": (
-        "dflash2", lambda made: made.in_block["conv_kernel_size"] > 1,
+        "dflash2",
+        lambda made: made.in_block["conv_kernel_size"] > 1,
         lambda patch: patch.setattr(native_drafts, "filtered", _seam),
     ),
     "convolution over the seam of two rows": (
-        "dflash2", lambda made: made.in_block["conv_kernel_size"] > 1,
+        "dflash2",
+        lambda made: made.in_block["conv_kernel_size"] > 1,
         lambda patch: patch.setattr(native_drafts, "filtered", _over_the_rows),
     ),
     "candidates of another row": ("dflash2", lambda made: made.block > 2, _candidates_of_another_row),
     "Markov state of another row": (
-        "dspark", lambda made: made.in_block["markov_head_type"] == "rnn" and made.block > 2, _state_of_another_row,
+        "dspark",
+        lambda made: made.in_block["markov_head_type"] == "rnn" and made.block > 2,
+        _state_of_another_row,
     ),
     "cut one token late": ("dspark", lambda made: made.in_block["enable_confidence_head"], _cut(1)),
     "cut one token early": ("dspark", lambda made: made.in_block["enable_confidence_head"], _cut(-1)),
     "fewer candidates": ("dflash2", lambda made: made.in_block["selector_top_k"] > 2, _fewer_candidates),
     "Markov state not reset": (
-        "dspark", lambda made: made.in_block["markov_head_type"] == "rnn",
+        "dspark",
+        lambda made: made.in_block["markov_head_type"] == "rnn",
         lambda patch: patch.setattr(
             markov.MarkovHead, "start", lambda self, rows: self.markov_w1.weight.new_full((rows, self.rank), 2.0)
         ),
     ),
     "GRU forgets": (
-        "domino", lambda made: made.block > 3 and made.in_block["pure_draft_prefix_len"] < 2,
+        "domino",
+        lambda made: made.block > 3 and made.in_block["pure_draft_prefix_len"] < 2,
         lambda patch: patch.setattr(
-            domino.PrefixGRU, "forward",
+            domino.PrefixGRU,
+            "forward",
             lambda self, x, state, usual=domino.PrefixGRU.forward: usual(self, x, torch.zeros_like(state)),
         ),
     ),
     "embedding scale dropped": (
-        "dflash", lambda made: made.in_block.get("input_embedding_scale") is not None,
+        "dflash",
+        lambda made: made.in_block.get("input_embedding_scale") is not None,
         lambda patch: patch.setattr(dflash.DFlashDraft, "embed_block", lambda self, block, embed: embed(block)),
     ),
     "last layer read before the final norm": (
-        "dflash", lambda made: LAYERS - 1 in made.taps,
+        "dflash",
+        lambda made: LAYERS - 1 in made.taps,
         lambda patch: patch.setattr(DFlashConfig, "taps", property(lambda config: config.target_layer_ids)),
     ),
     "value scale dropped": (
-        "dflash", lambda made: "attention_value_scale" in made.in_block,
+        "dflash",
+        lambda made: "attention_value_scale" in made.in_block,
         lambda patch: patch.setattr(
-            formats_of_bodies, "_attention",
+            formats_of_bodies,
+            "_attention",
             lambda both, usual=formats_of_bodies._attention: {**usual(both), "value_scale": 1.0},
         ),
     ),
     "one pass of many": ("xpress", lambda made: made.config["num_jacobi_passes"] > 1, _one_pass_less),
     "paths by lengths that are not one": (
-        "lilicorr", lambda made: made.block > 3,
+        "lilicorr",
+        lambda made: made.block > 3,
         lambda patch: patch.setattr(lilicorr.LiLiCorrHead, "_unit", lambda self, vectors: vectors),
     ),
     "one mix for all layers": (
-        "dflare", lambda made: made.layers > 1 and len(made.taps) > 1,
+        "dflare",
+        lambda made: made.layers > 1 and len(made.taps) > 1,
         lambda patch: patch.setattr(
-            dflash, "mixed_features",
+            dflash,
+            "mixed_features",
             lambda weights, features, usual=mixed_features: usual(weights[:1].expand_as(weights), features),
         ),
     ),
-}  # fmt: skip
+}
 
 
 @cache

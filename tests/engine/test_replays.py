@@ -22,8 +22,15 @@ from dflash_bench.runner.config import RunRequest
 from helpers.pretended_gpu.traced import traced
 
 LABELS = (
-    "ar", "dflash", "dflash:steps=2", "dflash:block=auto", "ddtree:nodes=16", "eagle3", "eagle3-tree:nodes=15", "ngram",
-)  # fmt: skip
+    "ar",
+    "dflash",
+    "dflash:steps=2",
+    "dflash:block=auto",
+    "ddtree:nodes=16",
+    "eagle3",
+    "eagle3-tree:nodes=15",
+    "ngram",
+)
 TEXTS = (
     "Tom has 7 apples and buys 5 more. How many apples does he have?",
     "Write a function that adds two numbers.\n" * 3,

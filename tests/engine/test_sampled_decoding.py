@@ -104,9 +104,13 @@ def test_filters_change_what_is_drawn() -> None:
 def test_a_row_draws_in_any_slot_what_it_draws_alone() -> None:
     order = [5, 2, 7, 0]
     out = run(
-        table(), Scripted(texts([PROMPTS[i] for i in order]), 3), [PROMPTS[i] for i in order],
-        sampling=SAMPLINGS["all"], stop_ids=frozenset({STOP}), seeds=[SEEDS[i] for i in order],
-    )  # fmt: skip
+        table(),
+        Scripted(texts([PROMPTS[i] for i in order]), 3),
+        [PROMPTS[i] for i in order],
+        sampling=SAMPLINGS["all"],
+        stop_ids=frozenset({STOP}),
+        seeds=[SEEDS[i] for i in order],
+    )
     assert out.tokens == [alone("all")[i] for i in order]
 
 
@@ -121,9 +125,14 @@ def test_greedy_answers_under_a_penalty_are_those_of_transformers_and_the_judge_
     model, prompt = tiny(kind), PROMPTS[4]
     ids = torch.tensor([prompt])
     expected = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=0,
-        eos_token_id=None, repetition_penalty=penalty,
-    )[0, len(prompt) :].tolist()  # fmt: skip
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=24,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+        repetition_penalty=penalty,
+    )[0, len(prompt) :].tolist()
     known, sampling = [[*prompt, *expected]], Sampling(repetition_penalty=penalty)
     for drafter in (NoDrafter(), Scripted(known, 5, sometimes_wrong(0.6, 97)), RandomTree(known, 15, 3, 97)):
         assert run(Target(model), drafter, [prompt], sampling=sampling).tokens == [expected]
@@ -156,10 +165,20 @@ def test_a_penalty_takes_no_transfer_of_its_own(
 
 def dflash_drafter(target: Target, rule: str, draft_vocab_size: int | None = None) -> DFlashDrafter:
     config = DFlashConfig(
-        hidden_size=32, intermediate_size=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=97,
-        block_size=4, mask_token_id=96, target_layer_ids=(1, 2, 4), num_target_layers=6,
-        own_head=draft_vocab_size is not None, draft_vocab_size=draft_vocab_size,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        vocab_size=97,
+        block_size=4,
+        mask_token_id=96,
+        target_layer_ids=(1, 2, 4),
+        num_target_layers=6,
+        own_head=draft_vocab_size is not None,
+        draft_vocab_size=draft_vocab_size,
+    )
     draft = DFlashDraft(config)
     initialise(draft, 3)
     if draft_vocab_size is not None:

@@ -70,8 +70,12 @@ def test_tokens_are_drawn_from_what_transformers_makes_of_the_logits(name: str) 
 def test_the_order_of_transformers_is_penalty_temperature_top_k_top_p_min_p() -> None:
     order = [type(processor) for processor in of_transformers(FILTERS["all"])]
     assert order == [
-        RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper,
-    ]  # fmt: skip
+        RepetitionPenaltyLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+        MinPLogitsWarper,
+    ]
 
 
 def test_each_filter_changes_the_distribution_and_the_defaults_do_not() -> None:

@@ -27,9 +27,18 @@ from helpers.toy import Scripted, TableTarget, Tree, generated, plain, sometimes
 
 VOCAB, STOPS = 23, frozenset({3})
 PROMPTS: list[list[int]] = [
-    [1], [8, 11, 14, 17, 0], [15, 18, 1], [2] * 9, [9, 12, 15, 18, 1, 4, 7], [16, 19], [5, 5, 5], [20, 1, 2, 9],
-    list(range(14)), [4], [7, 21],
-]  # fmt: skip
+    [1],
+    [8, 11, 14, 17, 0],
+    [15, 18, 1],
+    [2] * 9,
+    [9, 12, 15, 18, 1, 4, 7],
+    [16, 19],
+    [5, 5, 5],
+    [20, 1, 2, 9],
+    list(range(14)),
+    [4],
+    [7, 21],
+]
 
 
 @pytest.fixture(autouse=True)
@@ -154,10 +163,10 @@ QUESTIONS = [
     "Name three colours.",
     "What is 17 - 9?",
 ]
-TYPED = [
-    "dflash", "ddtree", "eagle3", "eagle3-tree:nodes=7", "medusa", "draft-model", "ngram", "suffix:earlier=no",
-    "lookahead:window=3,ngram=3,guesses=2", "oracle", "random:4", "synthetic:rates=0.9/0.5", "block-diffusion",
-]  # fmt: skip
+TYPED = """
+    dflash ddtree eagle3 eagle3-tree:nodes=7 medusa draft-model ngram suffix:earlier=no
+    lookahead:window=3,ngram=3,guesses=2 oracle random:4 synthetic:rates=0.9/0.5 block-diffusion
+    """.split()
 TOGETHER = ["dflash:block=auto", "ddtree:nodes=auto", "dflash+ngram:block=6,match=2,copy=4", "suffix"]
 """What these verify depends on the clock, on all rows together, or on earlier answers."""
 

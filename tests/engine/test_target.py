@@ -80,9 +80,12 @@ def test_a_model_that_cannot_be_told_which_logits_to_keep_gives_the_same() -> No
             self, input_ids: Any, position_ids: Any, attention_mask: Any, past_key_values: Any, use_cache: Any
         ) -> Any:
             return super().forward(
-                input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask,
-                past_key_values=past_key_values, use_cache=use_cache,
-            )  # fmt: skip
+                input_ids=input_ids,
+                position_ids=position_ids,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+            )
 
     model.__class__ = Old
     target = Target(model)

@@ -51,8 +51,13 @@ def test_linear_and_llama3_scaling_stretch_positions() -> None:
     plain_angles = 10000.0 ** -(torch.arange(0, 16, 2) / 16)
     linear_angles, _ = turned(Rotary(16, 10000.0, 2, CPU, torch.float32, {"rope_type": "linear", "factor": 4.0}))
     torch.testing.assert_close(linear_angles, plain_angles / 4)
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 512}  # fmt: skip
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    }
     angles, amplitude = turned(Rotary(16, 10000.0, 2, CPU, torch.float32, scaling))
     turns = 512 * plain_angles / (2 * math.pi)
     blend = ((turns - 1) / 3).clamp(0, 1)

@@ -226,10 +226,14 @@ def test_children_tried_one_by_one_give_exactly_the_targets_distribution() -> No
     numbers = grid(10, 4, 60)
     num_rows = len(numbers)
     verdict = verify_children(
-        NODES.expand(num_rows, -1), PARENTS.expand(num_rows, -1), TREE_P.expand(num_rows, -1, -1), None,
+        NODES.expand(num_rows, -1),
+        PARENTS.expand(num_rows, -1),
+        TREE_P.expand(num_rows, -1, -1),
+        None,
         # The anchor and node 1 have children, and need a number.
-        numbers[:, [0, 0, 1, 0, 0, 0]], numbers[:, 2:].expand(-1, 6),
-    )  # fmt: skip
+        numbers[:, [0, 0, 1, 0, 0, 0]],
+        numbers[:, 2:].expand(-1, 6),
+    )
     assert shares(verdict) == shares_by_hand()
     assert sum(shares_by_hand().values()) == 1
 

@@ -157,10 +157,14 @@ def test_labels_that_no_file_of_jetspec_tells_are_an_option() -> None:
     method = "dflash:shift=yes"
     with opened(JETSPEC) as engine:
         answers = [
-            engine.generate(one["prompt"], method=method, max_new_tokens=one["max_new_tokens"],
-                            stop_ids=one.get("stop_token_ids") or ())
+            engine.generate(
+                one["prompt"],
+                method=method,
+                max_new_tokens=one["max_new_tokens"],
+                stop_ids=one.get("stop_token_ids") or (),
+            )
             for one in case["cases"]
-        ]  # fmt: skip
+        ]
     for answer, one in zip(answers, case["cases"], strict=True):
         assert list(answer.token_ids) == one["tokens"]
         assert all(len(step.drafted) == 8 for step in answer.rounds)

@@ -94,9 +94,15 @@ def test_large_weights_are_not_held_twice() -> None:
 
 
 BODY: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
-    "vocab_size": 97, "target_layer_ids": (1, 2, 3), "num_target_layers": 6,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 97,
+    "target_layer_ids": (1, 2, 3),
+    "num_target_layers": 6,
+}
 
 
 def dflash() -> DFlashDraft:

@@ -47,9 +47,13 @@ class Prompts:
 
     def request(self, *methods: str) -> RunRequest:
         return RunRequest(
-            suites=self.suites, methods=methods, model=self.model, data="embedded", limit=self.limit,
+            suites=self.suites,
+            methods=methods,
+            model=self.model,
+            data="embedded",
+            limit=self.limit,
             max_new_tokens=self.max_new_tokens,
-        )  # fmt: skip
+        )
 
     @property
     def words(self) -> list[str]:
@@ -111,15 +115,15 @@ def measured(asked: Prompts, urls: Mapping[str, str], ours: Sequence[str], folde
     servers = [word for label, url in urls.items() for word in ("--server", f"{label}={url}")]
     levels = ",".join(map(str, CONCURRENCY))
     # 1: an answer is wrong, which the table then shows.
-    bench(
-        "run", *asked.words, *servers, "--concurrency", levels, "--out", folder / "server", allowed=(0, 1),
-    )  # fmt: skip
+    bench("run", *asked.words, *servers, "--concurrency", levels, "--out", folder / "server", allowed=(0, 1))
     lines = (*lines_of(folder / "engine", "here", ours), *lines_of(folder / "server", "server", ()))
     shown = [*asked.words, *(word for label in urls for word in ("--server", f"{label}=URL")), "--concurrency", levels]
     return Measured(
-        lines, shlex.join(["dflash-bench", "run", *shown]),
-        differences(folder / "engine", folder / "server"), tuple(wrong(lines)),
-    )  # fmt: skip
+        lines,
+        shlex.join(["dflash-bench", "run", *shown]),
+        differences(folder / "engine", folder / "server"),
+        tuple(wrong(lines)),
+    )
 
 
 def differences(engine: Path, server: Path) -> tuple[str, ...]:
@@ -145,10 +149,15 @@ def _line(engine: str, method: str, settings: Settings, rows: Any) -> Line:
     good = rows[rows["error"].isna()]
     sums = [int(good[name].fillna(0).sum()) for name in ("num_rounds", "num_drafted", "num_accepted")]
     return Line(
-        engine, method, settings.concurrency, len(rows), len(rows) - len(good), int((good["audit"] == "exact").sum()),
+        engine,
+        method,
+        settings.concurrency,
+        len(rows),
+        len(rows) - len(good),
+        int((good["audit"] == "exact").sum()),
         *([0, 0, 0] if method == "ar" else sums),
         () if method == "ar" else tuple(good["counted_by"].dropna().unique()),
-    )  # fmt: skip
+    )
 
 
 def wrong(lines: Sequence[Line]) -> Iterator[str]:
@@ -174,17 +183,28 @@ def show(doing: str) -> None:
 def lines_table(lines: Sequence[Line]) -> str:
     """What was answered at each concurrency."""
     heads = [
-        "engine", "concurrency", "method", "answers that are the model's own", "rounds", "drafted", "accepted",
-        "al.pooled", "counted by",
-    ]  # fmt: skip
+        "engine",
+        "concurrency",
+        "method",
+        "answers that are the model's own",
+        "rounds",
+        "drafted",
+        "accepted",
+        "al.pooled",
+        "counted by",
+    ]
     rows: Rows = [
         [
-            line.engine, str(line.concurrency), line.method, f"{line.num_exact}/{line.num_answers}",
+            line.engine,
+            str(line.concurrency),
+            line.method,
+            f"{line.num_exact}/{line.num_answers}",
             *(str(count) if line.rounds else ABSENT for count in (line.rounds, line.drafted, line.accepted)),
-            number(line.al_pooled, 4), ", ".join(line.counted_by) or "",
+            number(line.al_pooled, 4),
+            ", ".join(line.counted_by) or "",
         ]
         for line in lines
-    ]  # fmt: skip
+    ]
     return markdown(heads, rows)
 
 

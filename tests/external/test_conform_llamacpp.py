@@ -30,9 +30,11 @@ pytestmark = pytest.mark.llamacpp
 Main = Callable[..., tuple[int, str, str]]
 NAME, LENGTH, NUM_LAYERS = "zlab-sliding-noncausal", 40, 3
 PLAIN = {
-    "layer_types": ["full_attention"] * NUM_LAYERS, "sliding_window": None, "use_sliding_window": False,
+    "layer_types": ["full_attention"] * NUM_LAYERS,
+    "sliding_window": None,
+    "use_sliding_window": False,
     "is_causal": False,
-}  # fmt: skip
+}
 OTHER_TAPS = "other layers tapped"
 
 
@@ -53,18 +55,24 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stored: dict[str, Any] = json.loads((golden_cases.CASES / NAME / golden_cases.GOLDEN).read_text())
     stored["cases"] = [
         {
-            "prompt": list(prompt.prompt), "max_new_tokens": LENGTH, "tokens": list(one.tokens),
+            "prompt": list(prompt.prompt),
+            "max_new_tokens": LENGTH,
+            "tokens": list(one.tokens),
             "rounds": [
                 {"anchor_at": step.anchor_at, "drafted": list(step.drafted), "accepted": step.accepted}
                 for step in one.rounds
             ],
         }
         for prompt, one in zip(asked, decoded, strict=True)
-    ]  # fmt: skip
+    ]
     stored["wrong_readings"] = [
-        {"reading": OTHER_TAPS, "edit": {"dflash_config.target_layer_ids": [1, 2]}, "prompts_with_other_rounds": 6,
-         "accepted_per_round": 0.0}
-    ]  # fmt: skip
+        {
+            "reading": OTHER_TAPS,
+            "edit": {"dflash_config.target_layer_ids": [1, 2]},
+            "prompts_with_other_rounds": 6,
+            "accepted_per_round": 0.0,
+        }
+    ]
     (folder / NAME / golden_cases.GOLDEN).write_text(json.dumps(stored))
     used = {token for one in decoded for token in one.tokens}
     shape = targets.shape_of(case.target)
@@ -80,11 +88,15 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def vocabulary(size: int, end: int) -> dict[str, Any]:
     """A tokenizer in name only: prompts are ids. Its end of text is a token that no answer has."""
     return {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": [f"t{number}" for number in range(size)], "tokenizer.ggml.token_type": [1] * size,
-        "tokenizer.ggml.merges": ["t 1"], "tokenizer.ggml.eos_token_id": end, "tokenizer.ggml.bos_token_id": end,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [f"t{number}" for number in range(size)],
+        "tokenizer.ggml.token_type": [1] * size,
+        "tokenizer.ggml.merges": ["t 1"],
+        "tokenizer.ggml.eos_token_id": end,
+        "tokenizer.ggml.bos_token_id": end,
         "tokenizer.ggml.add_bos_token": False,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(("draft", "state"), [("draft.gguf", "equal"), ("faulty.gguf", "differs")])
@@ -144,9 +156,11 @@ def asked_of_server(case: GoldenCase, folder: Path, python: Path) -> Conformance
 
 
 def test_every_golden_case_that_a_gguf_file_can_hold(
-    tmp_path: Path, server_environment: Callable[[str], Path], write_page: Callable[..., None],
+    tmp_path: Path,
+    server_environment: Callable[[str], Path],
+    write_page: Callable[..., None],
     command: Callable[[str], str],
-) -> None:  # fmt: skip
+) -> None:
     python = server_environment("llamacpp") / "bin" / "python"
     found = []
     for name in golden_cases.known_cases():

@@ -91,9 +91,17 @@ class Attempt:
         tokenizer(targets.shape_of(case.target).vocab_size).save_pretrained(folder / "target")
         longest = max(len(one.prompt) + one.max_new_tokens for one in case.prompts)
         return LaunchSpec(
-            methods.parse(case.method), "case", str(wide.target), wide.draft and str(wide.draft), case.num_drafts,
-            longest + ROOM, 1, "float32", MEMORY_SHARE, kind=name_of_kind(case.kind),
-        )  # fmt: skip
+            methods.parse(case.method),
+            "case",
+            str(wide.target),
+            wide.draft and str(wide.draft),
+            case.num_drafts,
+            longest + ROOM,
+            1,
+            "float32",
+            MEMORY_SHARE,
+            kind=name_of_kind(case.kind),
+        )
 
 
 def tokenizer(size: int) -> PreTrainedTokenizerFast:
@@ -122,9 +130,11 @@ def attempts(case: GoldenCase, folder: Path) -> Iterator[Conformance]:
 
 @pytest.fixture(scope="module")
 def found(
-    tmp_path_factory: pytest.TempPathFactory, write_page: Callable[[str, Sequence[str]], None],
-    command: Callable[[str], str], server_environment: Callable[[str], Path],
-) -> list[Conformance]:  # fmt: skip
+    tmp_path_factory: pytest.TempPathFactory,
+    write_page: Callable[[str, Sequence[str]], None],
+    command: Callable[[str], str],
+    server_environment: Callable[[str], Path],
+) -> list[Conformance]:
     torch.set_num_threads(1)
     assert server_environment("vllm").is_dir()
     folder = tmp_path_factory.mktemp("vllm")

@@ -274,9 +274,7 @@ def timing(
     read = work(size_of(target.model), len(prompts), 1, context).num_bytes
     share = read / (whole / 1000) / rates.bandwidth if method == "ar" else None
     syncs = host_syncs(backend, method, prompts) if target.device.type == "cuda" else None
-    return Timing(
-        method, len(prompts), passes, share, draft, verify, whole, generation.peak_memory_bytes, syncs
-    )  # fmt: skip
+    return Timing(method, len(prompts), passes, share, draft, verify, whole, generation.peak_memory_bytes, syncs)
 
 
 NO_TEXT: Any = SimpleNamespace(decode=lambda *_args, **_options: "")
@@ -346,9 +344,17 @@ def trained(method: str, device: torch.device) -> Training:
     with TemporaryDirectory() as folder:
         out = Path(folder)
         request = TrainRequest(
-            target="nano", method=method, out=out, written=16, max_new_tokens=48, batch_size=24, steps=STEPS, rate=0.02,
-            block_size=8 if method == "dflash" else None, device=str(device),
-        )  # fmt: skip
+            target="nano",
+            method=method,
+            out=out,
+            written=16,
+            max_new_tokens=48,
+            batch_size=24,
+            steps=STEPS,
+            rate=0.02,
+            block_size=8 if method == "dflash" else None,
+            device=str(device),
+        )
         session.perform(request, lambda _: None)
         history = torch.load(out / "work" / f"{method}.pt", weights_only=True)["history"]
     half = next(entry for entry in history if entry["step"] >= STEPS // 2)

@@ -127,9 +127,18 @@ def test_launched_by_run_itself_every_answer_is_the_models_own(
         pytest.skip("of nano only")
     levels = ",".join(map(str, served.CONCURRENCY))
     words = [
-        "run", "--launch", "llama.cpp", "--launch-with", PROGRAM, "--model", "nano", "--method", "dflash", "--method",
-        "eagle3", "--suite", "gsm8k", "--limit", limit(LAUNCHED, max(served.CONCURRENCY)), "--concurrency", levels,
-    ]  # fmt: skip
+        "run",
+        "--launch",
+        "llama.cpp",
+        "--launch-with",
+        PROGRAM,
+        *"""
+            --model nano --method dflash --method eagle3 --suite gsm8k --limit
+            """.split(),
+        limit(LAUNCHED, max(served.CONCURRENCY)),
+        "--concurrency",
+        levels,
+    ]
     # 1: an answer is wrong, which the table then shows.
     bench(*words, "--out", tmp_path / "run", allowed=(0, 1), shown=True)
     lines = tuple(served.lines_of(tmp_path / "run", "server", ()))
@@ -251,16 +260,22 @@ def launched_page(command: str, shown: str, theirs: str, run: Path) -> list[str]
     counted = {(line.method, line.concurrency): line.counted_by for line in served.lines_of(run, "server", ())}
     rows = [
         [
-            str(cell.settings.concurrency), cell.method, "/".join(map(str, cell.audit or ())),
+            str(cell.settings.concurrency),
+            cell.method,
+            "/".join(map(str, cell.audit or ())),
             *(ABSENT if cell.method == "ar" else number(cell.value(name)) for name in ("al.pooled", "al.request_mean")),
             ", ".join(counted[cell.method, cell.settings.concurrency]),
         ]
         for cell in summarise(results.rows, results.info.identity)
-    ]  # fmt: skip
+    ]
     heads = [
-        "concurrency", "method", "answers that are the model's own", "al.pooled", "al.request_mean",
+        "concurrency",
+        "method",
+        "answers that are the model's own",
+        "al.pooled",
+        "al.request_mean",
         "rounds counted by",
-    ]  # fmt: skip
+    ]
     return [
         "# llama.cpp, launched and measured at concurrency 1 and 4: nano, on the CPU",
         f"`{command}` makes this page, by",

@@ -73,9 +73,11 @@ def imposed(base: str, folder: Path, asked: Sequence[object]) -> Imposed:
     metrics = db.load(folder / base).metrics()
     one = metrics[(metrics["method"] == label) & (metrics["metric"] == "al.pooled")].iloc[0]
     return Imposed(
-        base, Interval(profile["mean_accept_length"], *profile["intervals"]["mean_accept_length"]),
-        Interval(one["value"], one["low"], one["high"]), int(rows["num_rounds"].sum()),
-    )  # fmt: skip
+        base,
+        Interval(profile["mean_accept_length"], *profile["intervals"]["mean_accept_length"]),
+        Interval(one["value"], one["low"], one["high"]),
+        int(rows["num_rounds"].sum()),
+    )
 
 
 def page(command: str, asked: Sequence[object], theirs: str, lines: Sequence[Imposed]) -> list[str]:

@@ -62,8 +62,13 @@ def options_of(trial: Trial) -> list[str]:
 
 def answers_of(url: str, prompts: Sequence[Sequence[int]], together: int) -> list[dict[str, Any]]:
     def ask(prompt: Sequence[int]) -> dict[str, Any]:
-        body = {"prompt": list(prompt), "n_predict": LENGTH, "temperature": 0, "cache_prompt": False,
-                "return_tokens": True}  # fmt: skip
+        body = {
+            "prompt": list(prompt),
+            "n_predict": LENGTH,
+            "temperature": 0,
+            "cache_prompt": False,
+            "return_tokens": True,
+        }
         request = urllib.request.Request(f"{url}/completion", json.dumps(body).encode())
         answer: dict[str, Any] = json.load(urllib.request.urlopen(request))
         return answer
@@ -109,9 +114,11 @@ def prompts_by_length() -> dict[str, list[list[int]]]:
 
 
 def test_acceptance_slot_by_slot(
-    tmp_path: Path, server_environment: Callable[[str], Path], write_page: Callable[[str, Sequence[str]], None],
+    tmp_path: Path,
+    server_environment: Callable[[str], Path],
+    write_page: Callable[[str, Sequence[str]], None],
     command: Callable[[str], str],
-) -> None:  # fmt: skip
+) -> None:
     convert("nano", tmp_path / "target.gguf", "gguf", None)
     for method in WIDTHS:
         convert(str(NANO / method), tmp_path / f"{method}.gguf", "gguf", "nano")
@@ -130,10 +137,18 @@ def test_acceptance_slot_by_slot(
         if trial.together == 1 and trial.drafts > 1 and trial.prompts == "mixed":
             alone[trial.method] = length
         shares = " / ".join(f"{share:.2f}" for share in by_slot(answers).values())
-        rows.append([
-            trial.method, str(trial.slots), str(trial.together), str(trial.drafts), trial.prompts,
-            " ".join(trial.options), f"{length:.2f}", shares,
-        ])  # fmt: skip
+        rows.append(
+            [
+                trial.method,
+                str(trial.slots),
+                str(trial.together),
+                str(trial.drafts),
+                trial.prompts,
+                " ".join(trial.options),
+                f"{length:.2f}",
+                shares,
+            ]
+        )
     heads = [
         "method",
         "slots",

@@ -39,9 +39,17 @@ class Kind:
 
 def transformers_words(serving: LaunchSpec, port: int) -> list[str]:
     return [
-        "serve", serving.target, "--device", "cpu", "--dtype", serving.dtype, "--host", "127.0.0.1",
-        "--port", str(port),
-    ]  # fmt: skip
+        "serve",
+        serving.target,
+        "--device",
+        "cpu",
+        "--dtype",
+        serving.dtype,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
 
 
 def mlx_words(serving: LaunchSpec, port: int) -> list[str]:
@@ -149,11 +157,14 @@ def page(
     env = describe()
     rows = [
         [
-            str(one.concurrency), str(one.num_answers), str(one.num_failed), f"{len(one.wrong)}",
+            str(one.concurrency),
+            str(one.num_answers),
+            str(one.num_failed),
+            f"{len(one.wrong)}",
             f"{one.num_cached} of {one.num_answers}",
         ]
         for one in answers
-    ]  # fmt: skip
+    ]
     heads = ["concurrency", "answers", "failed", "other than ours", "reused a prompt it had kept"]
     return [
         f"# This engine and {kind.title}, nano, on the CPU",

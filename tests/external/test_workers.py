@@ -94,8 +94,11 @@ def started(words: list[str], folder: Path) -> subprocess.Popen[str]:
     log = (folder / f"{words[words.index('--out') + 1]}.log").open("w")
     return subprocess.Popen(
         [sys.executable, "-X", "faulthandler", "-m", "dflash_bench.cli", *words],
-        cwd=folder, stdout=log, stderr=log, text=True,
-    )  # fmt: skip
+        cwd=folder,
+        stdout=log,
+        stderr=log,
+        text=True,
+    )
 
 
 def measured(words: list[str], folder: Path, look: Callable[[int], None] = lambda _: None) -> float:
@@ -223,12 +226,26 @@ def what_matters(folder: Path) -> list[tuple[object, ...]]:
     records: list[Answer] = store.load(folder)[1]
     return sorted(
         (
-            row.suite, row.prompt_id, row.turn, row.method, row.order, row.prompt_hash, row.generation.token_ids,
-            row.generation.text, row.generation.accepted, row.generation.drafted_ids, row.exactness, row.audit,
-            str(row.divergence), str(row.departure), row.answer, row.passed, row.generation.error,
+            row.suite,
+            row.prompt_id,
+            row.turn,
+            row.method,
+            row.order,
+            row.prompt_hash,
+            row.generation.token_ids,
+            row.generation.text,
+            row.generation.accepted,
+            row.generation.drafted_ids,
+            row.exactness,
+            row.audit,
+            str(row.divergence),
+            str(row.departure),
+            row.answer,
+            row.passed,
+            row.generation.error,
         )
         for row in records
-    )  # fmt: skip
+    )
 
 
 def num_workers(folder: Path) -> int:
@@ -251,19 +268,30 @@ def markdown(
     ended_s: float,
 ) -> list[str]:
     lines = [
-        "# Two workers of Ray and one process, nano, on the CPU", "",
-        "```", command, "```", "",
-        f"{one_line(describe())}. {limit} prompts a suite, {num_rows} rows, one thread a worker.", "",
+        "# Two workers of Ray and one process, nano, on the CPU",
+        "",
+        "```",
+        command,
+        "```",
+        "",
+        f"{one_line(describe())}. {limit} prompts a suite, {num_rows} rows, one thread a worker.",
+        "",
         f"The same rows (tokens, accepted counts, verdicts, scores): with two workers; with a worker killed (kill -9) "
         f"in mid-run ({workers['killed']} workers were ready in all); and with the whole run killed and resumed "
-        f"({workers['stopped']} workers in all); {ended_s:.0f} s after that no process was left.", "",
+        f"({workers['stopped']} workers in all); {ended_s:.0f} s after that no process was left.",
+        "",
         f"{watched.num_processes} processes took {watched.memory_bytes / 1e9:.2f} GB of memory of their own; in "
-        f"{watched.num_looks} looks all that listened did so on this machine's loopback address.", "",
-        "Times do depend on it, for workers on one machine share its memory and caches:", "",
-        "| suite | method | " + " | ".join(f"tps.decode, {title}" for title in cells)
-        + " | " + " | ".join(f"speedup.decode, {title}" for title in cells) + " |",
+        f"{watched.num_looks} looks all that listened did so on this machine's loopback address.",
+        "",
+        "Times do depend on it, for workers on one machine share its memory and caches:",
+        "",
+        "| suite | method | "
+        + " | ".join(f"tps.decode, {title}" for title in cells)
+        + " | "
+        + " | ".join(f"speedup.decode, {title}" for title in cells)
+        + " |",
         "|---|---|" + "---:|" * (2 * len(cells)),
-    ]  # fmt: skip
+    ]
     for of_cell in zip(*cells.values(), strict=True):
         first = of_cell[0]
         speeds = [f"{cell.value('tps.decode'):.1f}" for cell in of_cell]

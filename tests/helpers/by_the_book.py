@@ -39,8 +39,10 @@ class Book:
 
     def __init__(self, folder: Path, model: Any) -> None:
         self.whole = json.loads((folder / "config.json").read_text())
-        self.w: dict[str, Tensor] = {name: t.float() if t.is_floating_point() else t for name, t in
-                  load_file(folder / "model.safetensors").items()}  # fmt: skip
+        self.w: dict[str, Tensor] = {
+            name: t.float() if t.is_floating_point() else t
+            for name, t in load_file(folder / "model.safetensors").items()
+        }
         self.model, self.inner = model, self.whole.get("dflash_config") or {}
         self.body = self.whole.get("transformer_layer_config") or self.whole
         self.is_speculators = "speculators_model_type" in self.whole
@@ -61,9 +63,12 @@ class Book:
     @property
     def kind(self) -> str:
         markers = {
-            "candidate_selector": "dflash2", "markov_head": "dspark", "prefix_gru": "domino", "lilicorr": "lilicorr",
+            "candidate_selector": "dflash2",
+            "markov_head": "dspark",
+            "prefix_gru": "domino",
+            "lilicorr": "lilicorr",
             "refiner_head": "xpress",
-        }  # fmt: skip
+        }
         return next((kind for name, kind in markers.items() if any(one.startswith(name) for one in self.w)), "dflash")
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -102,8 +107,10 @@ class Book:
         if mix is None:
             return [self.norm(self.project(torch.cat(features, -1), "fc"), "hidden_norm")] * count
         mixed = [sum(share * one for share, one in zip(row.softmax(0), features, strict=True)) for row in mix]
-        return [self.norm(one, f"fusion_norms.{i}" if "fusion_norms.0.weight" in self.w else "hidden_norm")
-                for i, one in enumerate(mixed)]  # fmt: skip
+        return [
+            self.norm(one, f"fusion_norms.{i}" if "fusion_norms.0.weight" in self.w else "hidden_norm")
+            for i, one in enumerate(mixed)
+        ]
 
     def sees(self, layer: int, anchor: int) -> Tensor:
         """Whether query i of the block sees key j, [B, anchor + B]."""
@@ -119,8 +126,12 @@ class Book:
             return inside | ((j < anchor) & (j >= anchor - window)).expand_as(inside)
         if self.inner.get("use_swa"):
             slides, window = True, self.inner["swa_window_size"]
-        given = [self.whole.get("is_causal"), self.inner.get("is_causal"), self.inner.get("causal"),
-                 self.inner.get("causal_head")]  # fmt: skip
+        given = [
+            self.whole.get("is_causal"),
+            self.inner.get("is_causal"),
+            self.inner.get("causal"),
+            self.inner.get("causal_head"),
+        ]
         causal = next((one for one in given if one is not None), types[layer] == "sliding_attention")
         seen = (j <= i) if causal else torch.ones_like(i >= j)
         if slides and window is not None:

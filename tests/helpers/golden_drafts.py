@@ -31,9 +31,11 @@ def assert_drafts_as_published(
     with db.Engine(target=home, drafts=drafts, dtype="float32", **settings) as engine:
         for expected in case["cases"]:
             answer = engine.generate(
-                expected["prompt"], method=method, max_new_tokens=expected["max_new_tokens"],
+                expected["prompt"],
+                method=method,
+                max_new_tokens=expected["max_new_tokens"],
                 stop_ids=expected.get("stop_token_ids") or (),
-            )  # fmt: skip
+            )
             assert list(answer.token_ids) == expected["tokens"]
             # Some loops draft once more behind the last token that the limit allows.
             end = len(expected["prompt"]) + len(expected["tokens"]) - 1

@@ -21,17 +21,22 @@ MARKOV: dict[str, Any] = {"markov_rank": 6, "enable_confidence_head": True}
 DOMINO: dict[str, Any] = {"emb_dim": 5, "gru_hidden_dim": 7}
 XPRESS: dict[str, Any] = {"xpress_rank": 6, "xpress_mlp_ratio": 2, "num_jacobi_passes": 3}
 LILICORR = LiLiCorrConfig(
-    lilicorr_candidate_topk=4, lilicorr_factor_dim=8, lilicorr_hidden_size=16, lilicorr_num_layers=2,
-    lilicorr_num_heads=2, lilicorr_mlp_ratio=2.0, lilicorr_logit_scale=8.0, lilicorr_vector_eps=1e-4,
-)  # fmt: skip
+    lilicorr_candidate_topk=4,
+    lilicorr_factor_dim=8,
+    lilicorr_hidden_size=16,
+    lilicorr_num_layers=2,
+    lilicorr_num_heads=2,
+    lilicorr_mlp_ratio=2.0,
+    lilicorr_logit_scale=8.0,
+    lilicorr_vector_eps=1e-4,
+)
 SHIFTED: dict[str, Any] = {"shifted_labels": True}
 HEADS: dict[str, DFlashConfig] = {
     "selector": replace(DFLASH, correction=SelectorConfig(selector_rank=6, selector_top_k=5)),
     "vanilla": replace(DFLASH, **SHIFTED, correction=MarkovConfig(**MARKOV)),
     "gated": replace(DFLASH, **SHIFTED, correction=MarkovConfig(**MARKOV, markov_head_type="gated")),
     "rnn": replace(
-        DFLASH, **SHIFTED,
-        correction=MarkovConfig(**MARKOV, markov_head_type="rnn", confidence_head_with_markov=False),
+        DFLASH, **SHIFTED, correction=MarkovConfig(**MARKOV, markov_head_type="rnn", confidence_head_with_markov=False)
     ),
     "domino": replace(DFLASH, correction=DominoConfig(**DOMINO, pure_draft_prefix_len=0)),
     "shifted domino": replace(
@@ -41,7 +46,7 @@ HEADS: dict[str, DFlashConfig] = {
     "shifted xpress": replace(DFLASH, **SHIFTED, correction=XPressConfig(**XPRESS)),
     "lilicorr": replace(DFLASH, correction=LILICORR),
     "wide lilicorr": replace(DFLASH, correction=replace(LILICORR, lilicorr_hidden_size=32)),
-}  # fmt: skip
+}
 
 
 def body_names() -> set[str]:

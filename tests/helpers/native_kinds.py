@@ -14,18 +14,30 @@ from helpers.toy import tiny
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 24}
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "rope_theta": 10000.0,
     "original_max_position_embeddings": 32,
-}  # fmt: skip
+}
 ALTERNATING = ["full_attention", "sliding_attention"] * 3
 
 
 def qwen2(**changes: Any) -> Any:
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=96, bos_token_id=0, eos_token_id=1, **changes,
-    )  # fmt: skip
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=96,
+        bos_token_id=0,
+        eos_token_id=1,
+        **changes,
+    )
     model = transformers.Qwen2ForCausalLM(config).eval()
     with torch.no_grad():
         for parameter in model.model.layers.parameters():
@@ -88,6 +100,9 @@ def passes(target: Target, num_rows: int, taps: tuple[int, ...] = (4, 0)) -> lis
     parents = torch.tensor([[-1, -1, 0, 2]] * num_rows)
     later = [start + 1 for start in starts]
     return [
-        target.prefill(prompts), target.forward(block[:, :1], starts), target.forward(block, later),
-        target.forward(block, later, parents), target.forward(block, later, whole_block=True),
-    ]  # fmt: skip
+        target.prefill(prompts),
+        target.forward(block[:, :1], starts),
+        target.forward(block, later),
+        target.forward(block, later, parents),
+        target.forward(block, later, whole_block=True),
+    ]

@@ -158,14 +158,19 @@ def golden_of(name: str, asked: Prompts) -> dict[str, Any]:
     ]
     drawn = [_drawn(folder, model, texts[i][0], len(asked[i])) for i in range(2)] if name == DFLASH else []
     return {
-        "format": 1, "kind": "dflash" if name == DFLASH else "mtp",
-        "target": "../_targets/experts" if name == DFLASH else "target", "what": WHAT[name],
+        "format": 1,
+        "kind": "dflash" if name == DFLASH else "mtp",
+        "target": "../_targets/experts" if name == DFLASH else "target",
+        "what": WHAT[name],
         "source": {"repository": BOOKS, "file": "tests/helpers/own_cases.py", "entry": "`golden_of`"},
         "settings": {"temperature": 0, "block_size": BLOCK if name == DFLASH else None, "drafts_per_round": num},
         "accepted_per_round": float(f"{sum(counts['right']) / len(counts['right']):.4g}"),
-        "accepted_seen": sorted({*counts["right"]}), "least_gap": min(gaps), "wrong_readings": readings, "cases": cases,
+        "accepted_seen": sorted({*counts["right"]}),
+        "least_gap": min(gaps),
+        "wrong_readings": readings,
+        "cases": cases,
         **({"sampled": drawn} if drawn else {}),
-    }  # fmt: skip
+    }
 
 
 EDITS: dict[str, dict[str, Any]] = {
@@ -252,15 +257,20 @@ def main() -> None:
 def _readme(name: str, golden: dict[str, Any]) -> str:
     accepted, seen = golden["accepted_per_round"], golden["accepted_seen"]
     lines = [
-        f"# {name}", "", golden["what"], "", f"Source: {BOOKS}, `tests/helpers/own_cases.py`, which makes it anew.",
-        f"{NUM_PROMPTS} prompts, greedy. Accepted drafts per round: {accepted} on average, values seen {seen}.", "",
+        f"# {name}",
+        "",
+        golden["what"],
+        "",
+        f"Source: {BOOKS}, `tests/helpers/own_cases.py`, which makes it anew.",
+        f"{NUM_PROMPTS} prompts, greedy. Accepted drafts per round: {accepted} on average, values seen {seen}.",
+        "",
         "What a reader that computes something else would give:",
         *(
             f"- {one['reading']}: other rounds in {one['prompts_with_other_rounds']} of {one['prompts']} prompts "
             f"({one['accepted_per_round']} accepted per round instead of {accepted})"
             for one in golden["wrong_readings"]
         ),
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 

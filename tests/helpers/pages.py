@@ -59,10 +59,8 @@ def told(prompt: str = "p0", text: str = TEXT, **place: Any) -> list[Answer]:
         at += kept + 1
     return [
         record("ar", prompt, plain, **place),
-        record(
-            "dflash", prompt, generation(rounds, 4, drafted_ids=tuple(drafted), **rest), exactness="exact", **place
-        ),
-    ]  # fmt: skip
+        record("dflash", prompt, generation(rounds, 4, drafted_ids=tuple(drafted), **rest), exactness="exact", **place),
+    ]
 
 
 def data(page: str) -> dict[str, Any]:

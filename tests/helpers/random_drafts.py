@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-KINDS = (
-    "dflash", "jetspec", "dflash2", "dflare", "dspark", "deepspec", "speculators-dspark", "domino", "xpress",
-    "lilicorr", "speculators-dflash",
-)  # fmt: skip
+KINDS = tuple(
+    """
+    dflash jetspec dflash2 dflare dspark deepspec speculators-dspark domino xpress lilicorr speculators-dflash
+    """.split()
+)
 
 
 class Made:
@@ -55,8 +56,10 @@ class Made:
         self.inner, self.bias = r.choice([20, 40, 56]), r.random() < 0.3
         self.taps = sorted(r.sample(range(self.num_target_layers - 1), r.choice([1, 2, 3])))
         slides = r.random() < 0.6
-        self.types = [r.choice(["full_attention", "sliding_attention"]) if slides else "full_attention"
-                      for _ in range(self.layers)]  # fmt: skip
+        self.types = [
+            r.choice(["full_attention", "sliding_attention"]) if slides else "full_attention"
+            for _ in range(self.layers)
+        ]
         at, keys = self.hidden, self.groups * self.width
         self.linear("fc", at, at * len(self.taps))
         self.norm("hidden_norm", at)
@@ -74,17 +77,30 @@ class Made:
             self.linear(f"{name}.mlp.up_proj", self.inner, at)
             self.linear(f"{name}.mlp.down_proj", at, self.inner)
         return {
-            "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": at, "head_dim": self.width,
-            "vocab_size": self.vocabulary, "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
-            "num_key_value_heads": self.groups, "intermediate_size": self.inner, "hidden_act": "silu",
-            "rms_norm_eps": r.choice([1e-6, 1e-5]), "rope_theta": r.choice([10000.0, 1e6]), "rope_scaling": None,
-            "attention_bias": self.bias, "max_position_embeddings": 512, "block_size": self.block,
-            "layer_types": self.types, "use_sliding_window": "sliding_attention" in self.types,
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "hidden_size": at,
+            "head_dim": self.width,
+            "vocab_size": self.vocabulary,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.groups,
+            "intermediate_size": self.inner,
+            "hidden_act": "silu",
+            "rms_norm_eps": r.choice([1e-6, 1e-5]),
+            "rope_theta": r.choice([10000.0, 1e6]),
+            "rope_scaling": None,
+            "attention_bias": self.bias,
+            "max_position_embeddings": 512,
+            "block_size": self.block,
+            "layer_types": self.types,
+            "use_sliding_window": "sliding_attention" in self.types,
             "sliding_window": r.choice([1, 2, 4, 7, 30]) if "sliding_attention" in self.types else None,
-            "num_target_layers": self.num_target_layers, "tie_word_embeddings": False,
+            "num_target_layers": self.num_target_layers,
+            "tie_word_embeddings": False,
             "dtype": str(self.dtype).removeprefix("torch."),
             "dflash_config": {"mask_token_id": 3, "target_layer_ids": self.taps},
-        }  # fmt: skip
+        }
 
     @property
     def in_block(self) -> dict[str, Any]:
@@ -94,8 +110,12 @@ class Made:
         r = self.r
         if r.random() < 0.4:
             self.config["is_causal"] = r.choice([True, False])
-        for key, values in (("input_embedding_scale", (0.5, 6.0)), ("output_multiplier", (0.3,)),
-                            ("final_logit_softcapping", (3.0,)), ("attention_value_scale", (0.7,))):  # fmt: skip
+        for key, values in (
+            ("input_embedding_scale", (0.5, 6.0)),
+            ("output_multiplier", (0.3,)),
+            ("final_logit_softcapping", (3.0,)),
+            ("attention_value_scale", (0.7,)),
+        ):
             if r.random() < 0.3:
                 self.in_block[key] = r.choice(values)
         if r.random() < 0.25:
@@ -110,8 +130,11 @@ class Made:
             self.taps[-1] = self.num_target_layers - 1
 
     def jetspec(self) -> None:
-        self.config |= {"layer_types": ["full_attention"] * self.layers, "use_sliding_window": False,
-                        "sliding_window": None}  # fmt: skip
+        self.config |= {
+            "layer_types": ["full_attention"] * self.layers,
+            "use_sliding_window": False,
+            "sliding_window": None,
+        }
         self.in_block[self.r.choice(["causal_head", "causal"])] = True
 
     def dflash2(self) -> None:
@@ -122,8 +145,9 @@ class Made:
         self.config["architectures"] = ["DFlash2DraftModel"]
         if r.random() < 0.5:
             self.config["is_causal"] = False
-        self.in_block.update({"selector_rank": rank, "selector_top_k": top_k, "conv_kernel_size": taps,
-                              "conv_group_size": size})  # fmt: skip
+        self.in_block.update(
+            {"selector_rank": rank, "selector_top_k": top_k, "conv_kernel_size": taps, "conv_group_size": size}
+        )
         if r.random() < 0.4:
             self.in_block.update({"output_multiplier": 0.5, "final_logit_softcapping": 4.0})
         self.second(rank, taps, size, self.vocabulary)
@@ -135,8 +159,9 @@ class Made:
         for layer in range(self.layers):
             for part in ("attention_conv", "mlp_conv"):
                 self.add(f"layers.{layer}.{part}.base_kernel", 2, taps, self.hidden, scale=0.4)
-                self.linear(f"layers.{layer}.{part}.kernel_projection", 2 * taps * self.hidden // size, self.hidden,
-                            scale=0.3)  # fmt: skip
+                self.linear(
+                    f"layers.{layer}.{part}.kernel_projection", 2 * taps * self.hidden // size, self.hidden, scale=0.3
+                )
 
     def dflare(self) -> None:
         del self.tensors["fc.weight"]
@@ -159,8 +184,12 @@ class Made:
         with_markov = r.random() < 0.5
         if confidence:
             self.linear("confidence_head.proj", 1, self.hidden + (rank if with_markov else 0), True)
-        return {"markov_rank": rank, "markov_head_type": kind, "enable_confidence_head": confidence,
-                "confidence_head_with_markov": with_markov}  # fmt: skip
+        return {
+            "markov_rank": rank,
+            "markov_head_type": kind,
+            "enable_confidence_head": confidence,
+            "confidence_head_with_markov": with_markov,
+        }
 
     def dspark(self) -> None:
         self.config["architectures"] = ["DSparkDraftModel"]
@@ -170,8 +199,11 @@ class Made:
     def deepspec(self) -> None:
         self.config |= self.config.pop("dflash_config")
         self.config |= {"architectures": ["Qwen3DSparkModel"], **self.markov(self.vocabulary)}
-        self.config |= {"layer_types": ["full_attention"] * self.layers, "use_sliding_window": False,
-                        "sliding_window": None}  # fmt: skip
+        self.config |= {
+            "layer_types": ["full_attention"] * self.layers,
+            "use_sliding_window": False,
+            "sliding_window": None,
+        }
         self.own(self.vocabulary)
 
     def own(self, num_ids: int) -> None:
@@ -187,18 +219,29 @@ class Made:
             self.tensors["t2d"] = torch.zeros(self.vocabulary, dtype=torch.bool)
             self.tensors["t2d"][kept] = True
         self.own(num_ids)
-        layers = {key: value for key, value in config.items() if key not in (
-            "architectures", "block_size", "dflash_config", "num_target_layers", "dtype")}  # fmt: skip
+        layers = {
+            key: value
+            for key, value in config.items()
+            if key not in ("architectures", "block_size", "dflash_config", "num_target_layers", "dtype")
+        }
         self.config = {
-            "architectures": [{"dspark": "DSparkSpeculator", "xpress": "XPressSpeculator",
-                               "dflash": "DFlashSpeculator"}[kind]],
-            "aux_hidden_state_layer_ids": [tap + 1 for tap in self.taps], "block_size": self.block,
-            "draft_vocab_size": num_ids, "mask_token_id": 3, "speculators_model_type": kind,
-            "sliding_window_non_causal": self.r.random() < 0.5, "dtype": config["dtype"],
-            "target_hidden_size": None, "tie_word_embeddings": False, "transformer_layer_config": layers,
+            "architectures": [
+                {"dspark": "DSparkSpeculator", "xpress": "XPressSpeculator", "dflash": "DFlashSpeculator"}[kind]
+            ],
+            "aux_hidden_state_layer_ids": [tap + 1 for tap in self.taps],
+            "block_size": self.block,
+            "draft_vocab_size": num_ids,
+            "mask_token_id": 3,
+            "speculators_model_type": kind,
+            "sliding_window_non_causal": self.r.random() < 0.5,
+            "dtype": config["dtype"],
+            "target_hidden_size": None,
+            "tie_word_embeddings": False,
+            "transformer_layer_config": layers,
             "speculators_config": {"algorithm": kind, "verifier": {"architectures": [], "name_or_path": None}},
-            "speculators_version": "0.5.0", **more,
-        }  # fmt: skip
+            "speculators_version": "0.5.0",
+            **more,
+        }
         if kind == "dspark":
             self.config |= self.markov(num_ids)
 
@@ -212,14 +255,23 @@ class Made:
         r = self.r
         rank, ratio, b = r.choice([1, 4, 7]), r.choice([1, 2, 3]), self.block
         shifted = r.random() < 0.5
-        self.speculators("xpress", xpress_rank=rank, xpress_mlp_ratio=ratio, num_jacobi_passes=r.choice([1, 2, 5]),
-                         sample_from_anchor=shifted)  # fmt: skip
+        self.speculators(
+            "xpress",
+            xpress_rank=rank,
+            xpress_mlp_ratio=ratio,
+            num_jacobi_passes=r.choice([1, 2, 5]),
+            sample_from_anchor=shifted,
+        )
         num_ids = self.config["draft_vocab_size"]
         for name, rows, columns in (
-            ("down_h", rank, self.hidden), ("down_g", rank, self.hidden), ("in_proj", rank, 3 * rank),
-            ("mlp_gate", ratio * rank, rank), ("mlp_up", ratio * rank, rank), ("mlp_down", rank, ratio * rank),
+            ("down_h", rank, self.hidden),
+            ("down_g", rank, self.hidden),
+            ("in_proj", rank, 3 * rank),
+            ("mlp_gate", ratio * rank, rank),
+            ("mlp_up", ratio * rank, rank),
+            ("mlp_down", rank, ratio * rank),
             ("readout", num_ids, rank),
-        ):  # fmt: skip
+        ):
             self.linear(f"refiner_head.{name}", rows, columns)
         self.add("refiner_head.token_embed.weight", self.vocabulary, rank)
         self.add("refiner_head.mix_l", rank, b, b, scale=0.3)
@@ -247,9 +299,16 @@ class Made:
         )
         ratio, layers, slots = r.choice([1.0, 2.0, 1.5]), r.choice([1, 2, 3]), self.block - 1
         self.config["architectures"] = ["LiLiCorrDraftModel"]
-        told: dict[str, Any] = {"candidate_topk": top_k, "factor_dim": factor, "hidden_size": width,
-                "num_layers": layers, "num_heads": heads, "mlp_ratio": ratio, "logit_scale": r.choice([1.0, 8.0]),
-                "vector_eps": 1e-4}  # fmt: skip
+        told: dict[str, Any] = {
+            "candidate_topk": top_k,
+            "factor_dim": factor,
+            "hidden_size": width,
+            "num_layers": layers,
+            "num_heads": heads,
+            "mlp_ratio": ratio,
+            "logit_scale": r.choice([1.0, 8.0]),
+            "vector_eps": 1e-4,
+        }
         if width == self.hidden and r.random() < 0.5:
             told["hidden_size"] = r.choice([0, None])
         self.in_block.update(
@@ -260,10 +319,15 @@ class Made:
         if width != self.hidden:
             self.linear("lilicorr.token_proj", width, self.hidden, True)
         for name, rows, columns in (
-            ("pass_hidden_proj", width, self.hidden), ("feature_mlp.1", width, 5), ("feature_mlp.3", width, width),
-            ("context_proj", width, self.hidden), ("factor_input_proj", width, 3 * width),
-            ("out_head", factor, width), ("in_head", factor, width), ("anchor_out_head", factor, width),
-        ):  # fmt: skip
+            ("pass_hidden_proj", width, self.hidden),
+            ("feature_mlp.1", width, 5),
+            ("feature_mlp.3", width, width),
+            ("context_proj", width, self.hidden),
+            ("factor_input_proj", width, 3 * width),
+            ("out_head", factor, width),
+            ("in_head", factor, width),
+            ("anchor_out_head", factor, width),
+        ):
             self.linear(f"lilicorr.{name}", rows, columns, True)
         self.norm("lilicorr.feature_mlp.0", 5)
         self.add("lilicorr.feature_mlp.0.bias", 5)

@@ -80,13 +80,22 @@ def outcome(reader: Reader, folder: Path) -> str | None:
 
 
 def _run(folder: Path) -> None:
-    size = {"weight_bytes": 1000, "matrix_elements": 500, "row_bytes": 4, "attention": [
-        {"num_layers": 2, "window": None, "query_size": 8, "cache_bytes": 16},
-    ]}  # fmt: skip
+    size = {
+        "weight_bytes": 1000,
+        "matrix_elements": 500,
+        "row_bytes": 4,
+        "attention": [{"num_layers": 2, "window": None, "query_size": 8, "cache_bytes": 16}],
+    }
     runs.stored(folder / "run", runs.answers(4))
     path = folder / "run/run.json"
-    forwards = {"rows": 1, "context": 128, "seconds": {"1": 0.01, "2": 0.011, "16": 0.02}, "bandwidth": 1e9,
-                "products": 1e10, "size": size}  # fmt: skip
+    forwards = {
+        "rows": 1,
+        "context": 128,
+        "seconds": {"1": 0.01, "2": 0.011, "16": 0.02},
+        "bandwidth": 1e9,
+        "products": 1e10,
+        "size": size,
+    }
     path.write_text(json.dumps(json.loads(path.read_text()) | {"forwards": forwards}))
 
 
@@ -117,9 +126,16 @@ def _draft(kind: str, form: str | None = None) -> Callable[[Path], object]:
 def _shifted() -> DFlashDraft:
     """DeepSpec's labels are shifted, and its files include embedding and head."""
     config = DFlashConfig(
-        head_dim=16, num_layers=1, block_size=4, mask_token_id=3, target_layer_ids=(0, 2), shifted_labels=True,
-        own_embedding=True, own_head=True, **tiny.BODY,  # type: ignore[arg-type]
-    )  # fmt: skip
+        head_dim=16,
+        num_layers=1,
+        block_size=4,
+        mask_token_id=3,
+        target_layer_ids=(0, 2),
+        shifted_labels=True,
+        own_embedding=True,
+        own_head=True,
+        **tiny.BODY,  # type: ignore[arg-type]
+    )
     draft = DFlashDraft(config)
     initialise(draft, 0)
     return draft
@@ -137,9 +153,14 @@ def _read_draft(folder: Path) -> None:
 
 def _p_eagle(form: str) -> Callable[[Path], object]:
     config = PEagleConfig(
-        head_dim=16, draft_vocab_size=64, target_layer_ids=(0, 1, 2), num_layers=2, mask_token_id=3,
-        own_embedding=True, **tiny.BODY,  # type: ignore[arg-type]
-    )  # fmt: skip
+        head_dim=16,
+        draft_vocab_size=64,
+        target_layer_ids=(0, 1, 2),
+        num_layers=2,
+        mask_token_id=3,
+        own_embedding=True,
+        **tiny.BODY,  # type: ignore[arg-type]
+    )
 
     def make(folder: Path) -> None:
         draft = PEagleDraft(config)
@@ -212,11 +233,19 @@ def _baseline(folder: Path) -> None:
 
 LIMITS = '["al.pooled"]\nfall = 0.01\n["tps.decode"]\nat_least = 4\nrun_noise = 0.02\n'
 SERVED = {
-    "completed": 80, "failed": 0, "max_concurrency": 4, "model_id": "org/name", "output_throughput": 88.0,
-    "mean_tpot_ms": 9.0, "mean_ttft_ms": 40.0, "spec_decode_num_drafts": 100, "spec_decode_accepted_tokens": 250,
-    "spec_decode_acceptance_length": 3.5, "spec_decode_acceptance_rate": 50.0,
+    "completed": 80,
+    "failed": 0,
+    "max_concurrency": 4,
+    "model_id": "org/name",
+    "output_throughput": 88.0,
+    "mean_tpot_ms": 9.0,
+    "mean_ttft_ms": 40.0,
+    "spec_decode_num_drafts": 100,
+    "spec_decode_accepted_tokens": 250,
+    "spec_decode_acceptance_length": 3.5,
+    "spec_decode_acceptance_rate": 50.0,
     "spec_decode_per_position_acceptance_rates": [0.9, 0.8],
-}  # fmt: skip
+}
 PROMPTS = [
     {"prompt": "Hi", "id": "a", "category": "c", "reference": "1"},
     {"turns": ["Hi", "Why?"], "question_id": 7, "reference": ["1", "2"]},
@@ -225,11 +254,13 @@ PROMPTS = [
 ]
 TALK = [
     {"role": "user", "content": "Is it warm?"},
-    {"role": "assistant", "content": "", "tool_calls": [
-        {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}},
-    ]},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}],
+    },
     {"role": "tool", "tool_call_id": "c", "content": "31"},
-]  # fmt: skip
+]
 TALKS = [
     {"messages": TALK, "tools": [{"type": "function", "function": {"name": "look"}}], "level": 1},
     {"custom_id": "b", "body": {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}},
@@ -285,9 +316,15 @@ def _prompts_in_parquet(folder: Path) -> None:
 
 def _gguf(folder: Path) -> None:
     config = LlamaConfig(
-        vocab_size=tiny.VOCABULARY, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=tiny.VOCABULARY,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
     LlamaForCausalLM(config).save_pretrained(folder / "llama")
     for name in tiny.TOKENIZER:
         shutil.copy(_model() / "target" / name, folder / "llama" / name)
@@ -368,7 +405,7 @@ READERS: dict[str, Reader] = {
     ),
     "texts": Reader(_lines("t.jsonl", [{"text": "a"}]), "t.jsonl", lambda f: list(rows.json_lines(f / "t.jsonl"))),
     "GGUF": Reader(_gguf, "m.gguf", lambda f: gguf.convert(f / "m.gguf", Path(mkdtemp(dir=f)) / "out"), is_json=False),
-}  # fmt: skip
+}
 
 
 PROGRESS = re.compile(r"(starting|reading prompts|connecting|loading [a-z0-9 ]+)( \([0-9]+ s\))?")

@@ -11,11 +11,18 @@ import pytest
 from dflash_bench.core.errors import UserError
 
 SERVED: dict[str, Any] = {
-    "model_id": "Qwen/Qwen3-8B", "completed": 80, "output_throughput": 412.5, "mean_tpot_ms": 7.2,
-    "mean_ttft_ms": 31.0, "spec_decode_acceptance_rate": 36.4, "spec_decode_acceptance_length": 6.46,
-    "spec_decode_num_drafts": 1000, "spec_decode_draft_tokens": 15000, "spec_decode_accepted_tokens": 5460,
+    "model_id": "Qwen/Qwen3-8B",
+    "completed": 80,
+    "output_throughput": 412.5,
+    "mean_tpot_ms": 7.2,
+    "mean_ttft_ms": 31.0,
+    "spec_decode_acceptance_rate": 36.4,
+    "spec_decode_acceptance_length": 6.46,
+    "spec_decode_num_drafts": 1000,
+    "spec_decode_draft_tokens": 15000,
+    "spec_decode_accepted_tokens": 5460,
     "spec_decode_per_position_acceptance_rates": [0.9, 0.8],
-}  # fmt: skip
+}
 """A result file of `vllm bench serve`."""
 
 

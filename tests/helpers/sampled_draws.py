@@ -22,9 +22,13 @@ def draws(num_answers: int = 200, seed: int = 0, method: str = "dflash", **bend:
     place = np.tile(np.arange(LENGTH), num_answers) + 1
     depth = np.where(place > 1, (place - 2) % (DEEPEST + 1) + 1, 0)
     columns: dict[str, Any] = {
-        "place": place, "depth": depth, "is_bonus": depth == DEEPEST + 1, "is_forced": rng.random(number) < 0.2,
-        "is_open": np.ones(number, dtype=bool), "is_impossible": np.zeros(number, dtype=bool),
-    }  # fmt: skip
+        "place": place,
+        "depth": depth,
+        "is_bonus": depth == DEEPEST + 1,
+        "is_forced": rng.random(number) < 0.2,
+        "is_open": np.ones(number, dtype=bool),
+        "is_impossible": np.zeros(number, dtype=bool),
+    }
     columns["is_forced"] &= (depth > 0) & ~columns["is_bonus"]
     actual = bend["share"](p) if bend else p
     chance = np.where(bend["where"](columns), actual, p) if bend else p
@@ -32,13 +36,12 @@ def draws(num_answers: int = 200, seed: int = 0, method: str = "dflash", **bend:
     columns["is_kept"] = right
     columns["rank"] = columns["by_id"] = np.where(right, 0, p) + np.where(right, p, 1 - p) * rng.random(number)
     variance, third = p * (1 - p), p * (1 - p) * (1 - 2 * p)
-    columns |= {
-        "leaning": right.astype(float), "leaning_mean": p, "leaning_variance": variance, "leaning_third": third,
-    }  # fmt: skip
+    columns |= {"leaning": right.astype(float), "leaning_mean": p, "leaning_variance": variance, "leaning_third": third}
     scale = np.log(p / (1 - p))
     columns |= {
         "likelihood": np.where(right, np.log(p), np.log(1 - p)),
         "likelihood_mean": p * np.log(p) + (1 - p) * np.log(1 - p),
-        "likelihood_variance": variance * scale**2, "likelihood_third": third * scale**3,
-    }  # fmt: skip
+        "likelihood_variance": variance * scale**2,
+        "likelihood_third": third * scale**3,
+    }
     return Draws(method, num_answers, {name: columns[name] for name in COLUMNS})

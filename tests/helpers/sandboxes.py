@@ -153,9 +153,17 @@ def _server() -> Any:
 def _as_nobody(start: Callable[..., Any], words: list[str], home: Path) -> Any:
     pipe = subprocess.PIPE if start is subprocess.Popen else None
     return start(
-        words, cwd=home, env={"PYTHONPATH": str(home), "PATH": os.defpath}, stdin=pipe, stdout=pipe,
-        stderr=subprocess.DEVNULL, user=NOBODY, group=NOBODY, extra_groups=[], text=True,
-    )  # fmt: skip
+        words,
+        cwd=home,
+        env={"PYTHONPATH": str(home), "PATH": os.defpath},
+        stdin=pipe,
+        stdout=pipe,
+        stderr=subprocess.DEVNULL,
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+        text=True,
+    )
 
 
 def _boxes() -> list[Any]:

@@ -107,9 +107,11 @@ def checked(url: str, method: str = "dflash", sends_chats: bool = False, **chang
     """What the command finds, before it is said."""
     options: dict[str, Any] = {"model": "nano", "limit": PROMPTS, "max_new_tokens": LENGTH, **changes}
     request = RunRequest(
-        suites=("gsm8k",), methods=() if ":" not in method else (method,),
-        servers=(f"{method.partition(':')[0]}={url}",), **options,
-    )  # fmt: skip
+        suites=("gsm8k",),
+        methods=() if ":" not in method else (method,),
+        servers=(f"{method.partition(':')[0]}={url}",),
+        **options,
+    )
     (found,) = conform_server.crosscheck(request, lambda _: None, sends_chats)
     return found
 

@@ -78,10 +78,14 @@ def apply(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(measure, "forward_curve", quick)
     patch.setattr(measure, "least_s", wraps(measure.least_s)(partial(measure.least_s, most=MOST_PASSES)))
     for place, name, key in (
-        (hub, "weights_sha256", _nanos), (targets, "load", _nanos), (targets, "check", _nanos),
-        (targets, "tokenizer_of", _nanos), (chat, "decoder", _nanos), (judge_weights, "_read", _judges),
+        (hub, "weights_sha256", _nanos),
+        (targets, "load", _nanos),
+        (targets, "check", _nanos),
+        (targets, "tokenizer_of", _nanos),
+        (chat, "decoder", _nanos),
+        (judge_weights, "_read", _judges),
         (chat, "check", _prompts),
-    ):  # fmt: skip
+    ):
         patch.setattr(place, name, _read_once(getattr(place, name), key))
 
 

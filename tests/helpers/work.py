@@ -60,11 +60,26 @@ class Runs:
 
 def what_matters(records: list[Answer]) -> list[tuple[object, ...]]:
     return [
-        (*store.key(row)[:3], str(row.settings), row.method, row.turn, row.order, row.prompt_hash,
-         row.generation.token_ids, row.generation.text, row.generation.accepted, row.generation.drafted_ids,
-         row.exactness, row.divergence, row.audit, row.answer, row.passed, row.generation.error)
+        (
+            *store.key(row)[:3],
+            str(row.settings),
+            row.method,
+            row.turn,
+            row.order,
+            row.prompt_hash,
+            row.generation.token_ids,
+            row.generation.text,
+            row.generation.accepted,
+            row.generation.drafted_ids,
+            row.exactness,
+            row.divergence,
+            row.audit,
+            row.answer,
+            row.passed,
+            row.generation.error,
+        )
         for row in sorted(records, key=lambda row: row.order)
-    ]  # fmt: skip
+    ]
 
 
 WORDS = "--suite gsm8k --suite mt_bench --method dflash --method eagle3:2 --limit 3 --max-new-tokens 12".split()

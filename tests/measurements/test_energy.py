@@ -41,9 +41,12 @@ def add(counter: Path, microjoules: float) -> None:
 
 def test_zones_that_contain_one_another_are_counted_once(powercap: Path) -> None:
     for zone, name, joules in (
-        ("intel-rapl:0", "package-0", 1), ("intel-rapl:0:0", "core", 10), ("intel-rapl:0:1", "dram", 100),
-        ("intel-rapl:1", "psys", 1000), ("intel-rapl-mmio:0", "package-0", 10_000),
-    ):  # fmt: skip
+        ("intel-rapl:0", "package-0", 1),
+        ("intel-rapl:0:0", "core", 10),
+        ("intel-rapl:0:1", "dram", 100),
+        ("intel-rapl:1", "psys", 1000),
+        ("intel-rapl-mmio:0", "package-0", 10_000),
+    ):
         plant(powercap, zone, name, joules * 1_000_000)
     (powercap / "intel-rapl:2").mkdir()  # one that nobody may read
     meter = energy.meter()

@@ -69,8 +69,10 @@ def test_a_report_says_it_and_a_plot_draws_it(run: db.Run) -> None:
     by_method = {row.values[0]: row for row in section.table.rows}
     columns = [column.id for column in section.table.columns]
     assert columns == ["method", "al.pooled", "headroom.4", "headroom.16", "limit", "best_4", "best_16"]
-    texts = {name: [col.text(v) for col, v in zip(section.table.columns, row.values, strict=True)]
-             for name, row in by_method.items()}  # fmt: skip
+    texts = {
+        name: [col.text(v) for col, v in zip(section.table.columns, row.values, strict=True)]
+        for name, row in by_method.items()
+    }
     assert texts["eagle3:3"][2].startswith("≥") and not texts["dflash"][2].startswith("≥")
     assert "train more, or rerank?" in str(run) and "from the draft's best K" in section.legend[0]
     svg = plots.svg(plots.Material(run.document), "headroom")
@@ -114,8 +116,14 @@ def test_a_method_without_logits_is_refused_by_name(name: str, why: str) -> None
         require_ranked(parse(name.replace("\\", "")))
 
 
-@each("name", [*(kind.name for kind in METHODS.values() if kind.is_ranked and kind.shape == "chain"),
-                                  "medusa:top_k=1", "dflash:cut=0.5"])  # fmt: skip
+@each(
+    "name",
+    [
+        *(kind.name for kind in METHODS.values() if kind.is_ranked and kind.shape == "chain"),
+        "medusa:top_k=1",
+        "dflash:cut=0.5",
+    ],
+)
 def test_chains_of_logits_are_ranked(name: str) -> None:
     require_ranked(parse(name))
 

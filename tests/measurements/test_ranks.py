@@ -82,8 +82,9 @@ def often_right(target: Target) -> DFlashDrafter:
 
 def draft_without_head() -> DFlashDraft:
     bare = DFlashDraft(DFLASH)
-    bare.load_state_dict({name: value for name, value in draft_of("selector").state_dict().items()
-                          if name in bare.state_dict()})  # fmt: skip
+    bare.load_state_dict(
+        {name: value for name, value in draft_of("selector").state_dict().items() if name in bare.state_dict()}
+    )
     return bare.eval()
 
 
@@ -111,13 +112,15 @@ def test_the_law_holds_and_shifted_ranks_break_it(target: Target, often_right: D
     first_right = ranks.index(1)
     first_wrong = next(at for at, rank in enumerate(ranks) if rank != 1)
     spoiled = {
-        "one slot on": (0, *ranks[:-1]), "one slot back": (*ranks[1:], 0),
-        "all are right": (1,) * len(ranks), "none is": (2,) * len(ranks),
+        "one slot on": (0, *ranks[:-1]),
+        "one slot back": (*ranks[1:], 0),
+        "all are right": (1,) * len(ranks),
+        "none is": (2,) * len(ranks),
         "too few": ranks[:-1],
         "a right one is unknown": (*ranks[:first_right], -1, *ranks[first_right + 1 :]),
         "the first wrong one is unknown": (*ranks[:first_wrong], -1, *ranks[first_wrong + 1 :]),
         "not a rank": tuple(-2 if rank == 0 else rank for rank in ranks),
-    }  # fmt: skip
+    }
     for what, other in spoiled.items():
         assert broken(answer, other) == [CHECK], what
     assert not broken(answer, None)

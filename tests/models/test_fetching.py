@@ -44,11 +44,16 @@ def written(tmp_path: Path) -> Path:
     shapes = {"token_embd": (len(WORDS), HIDDEN), "output_norm": (HIDDEN,)}
     for i in range(LAYERS):
         shapes |= {
-            f"blk.{i}.attn_norm": (HIDDEN,), f"blk.{i}.ffn_norm": (HIDDEN,), f"blk.{i}.attn_q": (HIDDEN, HIDDEN),
-            f"blk.{i}.attn_k": (HIDDEN // 2, HIDDEN), f"blk.{i}.attn_v": (HIDDEN // 2, HIDDEN),
-            f"blk.{i}.attn_output": (HIDDEN, HIDDEN), f"blk.{i}.ffn_gate": (INNER, HIDDEN),
-            f"blk.{i}.ffn_up": (INNER, HIDDEN), f"blk.{i}.ffn_down": (HIDDEN, INNER),
-        }  # fmt: skip
+            f"blk.{i}.attn_norm": (HIDDEN,),
+            f"blk.{i}.ffn_norm": (HIDDEN,),
+            f"blk.{i}.attn_q": (HIDDEN, HIDDEN),
+            f"blk.{i}.attn_k": (HIDDEN // 2, HIDDEN),
+            f"blk.{i}.attn_v": (HIDDEN // 2, HIDDEN),
+            f"blk.{i}.attn_output": (HIDDEN, HIDDEN),
+            f"blk.{i}.ffn_gate": (INNER, HIDDEN),
+            f"blk.{i}.ffn_up": (INNER, HIDDEN),
+            f"blk.{i}.ffn_down": (HIDDEN, INNER),
+        }
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", rng.standard_normal(shape).astype(np.float16))
     writer.write_header_to_file()

@@ -27,8 +27,9 @@ TENSORS = {
 
 def same(tensors: dict[str, Any]) -> None:
     assert tensors.keys() == TENSORS.keys()
-    assert all(torch.equal(tensors[name], tensor) and tensors[name].dtype == tensor.dtype
-               for name, tensor in TENSORS.items())  # fmt: skip
+    assert all(
+        torch.equal(tensors[name], tensor) and tensors[name].dtype == tensor.dtype for name, tensor in TENSORS.items()
+    )
 
 
 def sharded(folder: Path) -> None:
@@ -176,10 +177,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a tensor too few": (indexed(lambda m: m.update(x="b.safetensors")), r"b\.safetensors: tensor x is in this file"),
     "a file that is no name": (indexed(lambda m: m.update(x=3)), "holds no weight_map"),
     "an index without a map": (
-        lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "holds no weight_map",
+        lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
+        "holds no weight_map",
     ),
     "a shard cut short": (lambda folder: (folder / "a.safetensors").write_bytes(b"\0" * 9), "truncated or not a safe"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", DAMAGES)

@@ -34,9 +34,14 @@ BODY: dict[str, Any] = {
 
 def dflash() -> DFlashDraft:
     config = DFlashConfig(
-        **BODY, num_layers=2, block_size=8, mask_token_id=59, target_layer_ids=(1, 5, 9), rope_theta=1e6,
+        **BODY,
+        num_layers=2,
+        block_size=8,
+        mask_token_id=59,
+        target_layer_ids=(1, 5, 9),
+        rope_theta=1e6,
         max_positions=512,
-    )  # fmt: skip
+    )
     draft = DFlashDraft(config)
     initialise(draft, 1)
     return draft
@@ -219,9 +224,15 @@ def read(config: dict[str, Any], folder: Path) -> Any:
 
 def test_a_z_lab_config_is_read(tmp_path: Path) -> None:
     assert read(z_lab(), tmp_path) == DFlashConfig(
-        **BODY, num_layers=2, block_size=16, mask_token_id=57, target_layer_ids=(1, 4, 7), rms_norm_eps=1e-6,
-        rope_theta=1e6, max_positions=40960,
-    )  # fmt: skip
+        **BODY,
+        num_layers=2,
+        block_size=16,
+        mask_token_id=57,
+        target_layer_ids=(1, 4, 7),
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        max_positions=40960,
+    )
 
 
 @pytest.mark.parametrize("name", ["QwenDFlashDraftModel", "Qwen3DFlashDraftModel"])
@@ -317,9 +328,12 @@ def test_a_body_that_would_draft_badly_is_refused(
 def test_an_eagle3_config_without_layers_taps_low_middle_and_high(tmp_path: Path) -> None:
     config = read(eagle_raw(), tmp_path)
     assert config == Eagle3Config(
-        **{**BODY, "head_dim": 4, "num_target_layers": None}, draft_vocab_size=30, target_layer_ids=(1, 5, 8),
-        rms_norm_eps=1e-5, max_positions=2048,
-    )  # fmt: skip
+        **{**BODY, "head_dim": 4, "num_target_layers": None},
+        draft_vocab_size=30,
+        target_layer_ids=(1, 5, 8),
+        rms_norm_eps=1e-5,
+        max_positions=2048,
+    )
     # Section 3.3: the inputs of layers 2, 18, 33 of Qwen3-8B and 2, 16, 29 of Llama-3.1-8B.
     assert eagle3.default_target_layers(36) == (1, 17, 32)
     assert eagle3.default_target_layers(32) == (1, 15, 28)

@@ -133,8 +133,15 @@ def test_everything_that_does_not_fit_is_a_line_of_its_own(copied: Path) -> None
     tensors["extra"] = tensors.pop("fc.weight")
     save_file(tensors, draft / "model.safetensors")
     problems = inspect(str(draft), str(copied / "target")).problems
-    expected = ("vocabulary of 6000", "taps layer 7", "made for a target of 9", "mask id 5000", "missing tensor fc.we",
-                "surplus tensor extra", "norm.weight is [31]")  # fmt: skip
+    expected = (
+        "vocabulary of 6000",
+        "taps layer 7",
+        "made for a target of 9",
+        "mask id 5000",
+        "missing tensor fc.we",
+        "surplus tensor extra",
+        "norm.weight is [31]",
+    )
     assert len(problems) == len(expected)
     assert all(problem.what.startswith(start) for problem, start in zip(problems, expected, strict=True))
     assert all(problem.remedy for problem in problems) and len({problem.code for problem in problems}) == 7

@@ -52,9 +52,15 @@ EDITS = {
     "DFlash 2, by its selector": Edit("DFlash 2", tensors=SELECTOR),
     "DFlash 2, by a convolution": Edit("DFlash 2", tensors={"layers.0.attention_conv.base_kernel": (2, 2, HIDDEN)}),
     "DFlash 2 with an MLA body": Edit(
-        "DFlash 2", "DFlash2DraftModel",
-        inner={"attention_mode": "mla", "selector_rank": 16, "selector_top_k": 16, "conv_kernel_size": 2,
-               "conv_group_size": 16},
+        "DFlash 2",
+        "DFlash2DraftModel",
+        inner={
+            "attention_mode": "mla",
+            "selector_rank": 16,
+            "selector_top_k": 16,
+            "conv_kernel_size": 2,
+            "conv_group_size": 16,
+        },
     ),
     "DFlash 2 of speculators": Edit("DFlash 2", "DFlash2Speculator", speculators="dflash2"),
     "DFlare of speculators, by its norms": Edit(
@@ -64,9 +70,15 @@ EDITS = {
         "LiLiCorr", "LiLiCorrDraftModel", inner={"projector_type": "lilicorr", "conv_kernel_size": 2}
     ),
     "Domino": Edit(
-        "Domino", "DominoDraftModel",
-        inner={"projector_type": "domino", "emb_dim": 8, "gru_hidden_dim": 8, "pure_draft_prefix_len": 1,
-               "shift_label": True},
+        "Domino",
+        "DominoDraftModel",
+        inner={
+            "projector_type": "domino",
+            "emb_dim": 8,
+            "gru_hidden_dim": 8,
+            "pure_draft_prefix_len": 1,
+            "shift_label": True,
+        },
     ),
     "Domino, by its architecture": Edit("Domino", "DominoDraftModel"),
     "Domino, by its type": Edit("Domino", inner={"projector_type": "domino"}),
@@ -78,10 +90,7 @@ EDITS = {
     "DSpark, by a tensor": Edit("DSpark", tensors={"markov_head.markov_w1.weight": (VOCABULARY, 8)}),
     "DSpark, by an older name": Edit("DSpark", tensors={"logit_head.markov_head.markov_w1.weight": (VOCABULARY, 8)}),
     "DSpark, by its confidence": Edit("DSpark", tensors={"confidence_head.proj.weight": (1, HIDDEN)}),
-    "DSpark of DeepSpec": Edit(
-        "DSpark", "Qwen3DSparkModel",
-        top={"markov_rank": 8},
-    ),
+    "DSpark of DeepSpec": Edit("DSpark", "Qwen3DSparkModel", top={"markov_rank": 8}),
     "DSpark for Gemma 4": Edit("DSpark", "Gemma4DSparkModel", top={"markov_rank": 8}),
     "DSpark of speculators": Edit("DSpark", "DSparkSpeculator", speculators="dspark"),
     "DFlare": Edit("DFlare", "QwenDFlareDraftModel"),
@@ -109,7 +118,7 @@ EDITS = {
     "MTP": Edit("mtp.fc.weight", tensors={"mtp.fc.weight": (HIDDEN, 2 * HIDDEN)}),
     "an assistant of transformers": Edit("assistant", "MuseGlimmerAssistantModel"),
     "a body of another attention": Edit("attention_mode", inner={"attention_mode": "mla"}),
-}  # fmt: skip
+}
 
 
 def edited(folder: Path, edit: Edit) -> Path:
@@ -119,11 +128,14 @@ def edited(folder: Path, edit: Edit) -> Path:
     config = json.loads(path.read_text())
     if edit.speculators is not None:
         config = {
-            "architectures": ["DFlashSpeculator"], "speculators_model_type": edit.speculators, "block_size": BLOCK,
-            "mask_token_id": config["dflash_config"]["mask_token_id"], "draft_vocab_size": VOCABULARY,
+            "architectures": ["DFlashSpeculator"],
+            "speculators_model_type": edit.speculators,
+            "block_size": BLOCK,
+            "mask_token_id": config["dflash_config"]["mask_token_id"],
+            "draft_vocab_size": VOCABULARY,
             "aux_hidden_state_layer_ids": [2, 5, 8, 11, 14],
             "transformer_layer_config": {**config, "model_type": "qwen3"},
-        }  # fmt: skip
+        }
     if edit.inner:
         config["dflash_config"] = {**config["dflash_config"], **edit.inner}
     if edit.architecture == "Qwen3DSparkModel":  # DeepSpec's is flat
@@ -134,8 +146,9 @@ def edited(folder: Path, edit: Edit) -> Path:
     path.write_text(json.dumps(config))
     if edit.tensors:
         stored = load_file(folder / "model.safetensors")
-        save_file(stored | {name: torch.zeros(shape) for name, shape in edit.tensors.items()},
-                  folder / "model.safetensors")  # fmt: skip
+        save_file(
+            stored | {name: torch.zeros(shape) for name, shape in edit.tensors.items()}, folder / "model.safetensors"
+        )
     return folder
 
 
@@ -210,9 +223,7 @@ def test_a_surplus_tensor_is_named(tmp_path: Path) -> None:
 # Kinds that are known and not computed here, with what to use in their place.
 
 
-BODY = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 97,
-}  # fmt: skip
+BODY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 97}
 LAYER = "layers.0.self_attn.q_proj.weight"
 OTHERS: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
     "PARD": ("PARD", "draft-model", {"architectures": ["LlamaForCausalLM"], "pard_token": 90}, [LAYER]),
@@ -221,10 +232,13 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
     "EAGLE-1 of speculators": ("EAGLE-1", "eagle3", {"speculators_model_type": "eagle"}, ["fc.weight"]),
     "an MLP speculator": ("an MLP speculator", "medusa", {"model_type": "mlp_speculator"}, ["head.0.weight"]),
     "an MLP speculator of speculators": (
-        "an MLP speculator", "medusa", {"speculators_model_type": "mlp_speculator"}, ["head.0.weight"],
+        "an MLP speculator",
+        "medusa",
+        {"speculators_model_type": "mlp_speculator"},
+        ["head.0.weight"],
     ),
     "Gemma's assistant": ("Gemma's assistant", "draft-model", {"model_type": "gemma4_assistant"}, [LAYER]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -142,8 +142,15 @@ def test_a_hybrid_target_has_what_llama_cpps_graph_asks_for(tmp_path: Path) -> N
     assert torch.equal(got["blk.4.nextn.eh_proj.weight"], stored[f"{mtp}fc.weight"].float())
     assert torch.equal(got["blk.4.nextn.shared_head_norm.weight"], stored[f"{mtp}norm.weight"].float() + 1)
     assert torch.equal(got["blk.4.attn_q.weight"], stored[f"{mtp}layers.0.self_attn.q_proj.weight"].float())
-    expected = {"block_count": 5, "nextn_predict_layers": 1, "full_attention_interval": 2, "rope.dimension_count": 4,
-                "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 48}  # fmt: skip
+    expected = {
+        "block_count": 5,
+        "nextn_predict_layers": 1,
+        "full_attention_interval": 2,
+        "rope.dimension_count": 4,
+        "ssm.group_count": 2,
+        "ssm.time_step_rank": 4,
+        "ssm.inner_size": 48,
+    }
     assert expected.items() <= network.settings.items()
 
 
@@ -188,22 +195,36 @@ def test_what_llama_cpp_needs_to_know_of_a_target_is_there(tmp_path: Path) -> No
     convert(str(folder), tmp_path / "model.gguf", "gguf", None)
     got = values(tmp_path / "model.gguf")
     expected = {
-        "general.architecture": "qwen3", "qwen3.context_length": 32768, "qwen3.embedding_length": 48,
-        "qwen3.block_count": 2, "qwen3.feed_forward_length": 64, "qwen3.attention.head_count": 4,
-        "qwen3.attention.head_count_kv": 2, "qwen3.attention.key_length": 16, "qwen3.attention.value_length": 16,
-        "qwen3.rope.dimension_count": 16, "qwen3.rope.freq_base": 5e5, "qwen3.vocab_size": tiny.VOCABULARY,
-        "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.padding_token_id": 0, "tokenizer.ggml.add_bos_token": False,
+        "general.architecture": "qwen3",
+        "qwen3.context_length": 32768,
+        "qwen3.embedding_length": 48,
+        "qwen3.block_count": 2,
+        "qwen3.feed_forward_length": 64,
+        "qwen3.attention.head_count": 4,
+        "qwen3.attention.head_count_kv": 2,
+        "qwen3.attention.key_length": 16,
+        "qwen3.attention.value_length": 16,
+        "qwen3.rope.dimension_count": 16,
+        "qwen3.rope.freq_base": 5e5,
+        "qwen3.vocab_size": tiny.VOCABULARY,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": (folder / "chat_template.jinja").read_text(),
-    }  # fmt: skip
+    }
     assert {name: got[name] for name in expected} == expected
     assert got["qwen3.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
 
 
 def test_llama_3s_rotary_positions_are_divided_as_transformers_divides_them(tmp_path: Path) -> None:
     scaling = {
-        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
-    }  # fmt: skip
+    }
     folder = build(tmp_path / "model", rope_parameters=scaling, max_position_embeddings=512)
     convert(str(folder), tmp_path / "model.gguf", "gguf", None)
     inverse = AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb.inv_freq
@@ -391,19 +412,29 @@ def test_a_dflash_draft_is_written_as_llama_cpp_reads_it(tmp_path: Path) -> None
     convert("nano/dflash", tmp_path / "named.gguf", "gguf", "nano")
     assert (tmp_path / "named.gguf").read_bytes() == (tmp_path / "draft.gguf").read_bytes()
     expected = {
-        "general.architecture": "dflash", "dflash.block_size": 16, "dflash.target_layers": [2, 5, 8, 11, 14],
-        "dflash.target_hidden_size": 128, "dflash.attention.causal": False, "dflash.sample_from_anchor": False,
-        "dflash.block_count": 2, "dflash.attention.head_count": 4, "tokenizer.ggml.mask_token_id": 1000,
-    }  # fmt: skip
+        "general.architecture": "dflash",
+        "dflash.block_size": 16,
+        "dflash.target_layers": [2, 5, 8, 11, 14],
+        "dflash.target_hidden_size": 128,
+        "dflash.attention.causal": False,
+        "dflash.sample_from_anchor": False,
+        "dflash.block_count": 2,
+        "dflash.attention.head_count": 4,
+        "tokenizer.ggml.mask_token_id": 1000,
+    }
     assert {name: got[name] for name in expected} == expected
     assert len(got["tokenizer.ggml.tokens"]) == 1024 and "tokenizer.chat_template" not in got
     stored, written = load_file(NANO / "dflash" / WHOLE), tensors(tmp_path / "draft.gguf")
     assert len(stored) == len(written)
     for ours, theirs in (
-        ("fc", "fc"), ("hidden_norm", "enc.output_norm"), ("norm", "output_norm"),
-        ("layers.1.self_attn.k_proj", "blk.1.attn_k"), ("layers.0.self_attn.q_norm", "blk.0.attn_q_norm"),
-        ("layers.0.post_attention_layernorm", "blk.0.ffn_norm"), ("layers.1.mlp.down_proj", "blk.1.ffn_down"),
-    ):  # fmt: skip
+        ("fc", "fc"),
+        ("hidden_norm", "enc.output_norm"),
+        ("norm", "output_norm"),
+        ("layers.1.self_attn.k_proj", "blk.1.attn_k"),
+        ("layers.0.self_attn.q_norm", "blk.0.attn_q_norm"),
+        ("layers.0.post_attention_layernorm", "blk.0.ffn_norm"),
+        ("layers.1.mlp.down_proj", "blk.1.ffn_down"),
+    ):
         assert torch.equal(stored[f"{ours}.weight"].float(), written[f"{theirs}.weight"].float()), ours
 
 
@@ -416,10 +447,13 @@ def nano_draft(folder: Path, form: str | None = None, **changes: Any) -> Path:
     draft: Any = load_draft(NANO / "dflash", shape, torch.float32, "cpu")
     config = replace(draft.config, **changes)
     other = type(draft)(config)
-    other.load_state_dict({
-        **{name: torch.randn_like(tensor) for name, tensor in other.state_dict().items()},
-        **(targets.vocabulary_of(home) if config.own_head else {}), **draft.state_dict(),
-    })  # fmt: skip
+    other.load_state_dict(
+        {
+            **{name: torch.randn_like(tensor) for name, tensor in other.state_dict().items()},
+            **(targets.vocabulary_of(home) if config.own_head else {}),
+            **draft.state_dict(),
+        }
+    )
     save_draft(other, folder, form)
     return folder
 
@@ -437,9 +471,14 @@ def test_a_selector_and_its_convolutions_are_written_as_llama_cpp_reads_them(tmp
     convert(str(folder), tmp_path / "a.gguf", "gguf", "nano")
     got, stored, written = values(tmp_path / "a.gguf"), load_file(folder / WHOLE), tensors(tmp_path / "a.gguf")
     expected = {
-        "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 4, "selector_top_k": 8, "logit_scale": 0.5,
-        "final_logit_softcapping": 6.0, "sample_from_anchor": False,
-    }  # fmt: skip
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 4,
+        "selector_top_k": 8,
+        "logit_scale": 0.5,
+        "final_logit_softcapping": 6.0,
+        "sample_from_anchor": False,
+    }
     assert {name: got[f"dflash.{name}"] for name in expected} == expected
     assert len(stored) == len(written)
     for ours, theirs in (
@@ -459,9 +498,10 @@ def test_a_markov_head_is_written_as_llama_cpp_reads_it(tmp_path: Path) -> None:
     stored, written = load_file(folder / WHOLE), tensors(tmp_path / "a.gguf")
     assert values(tmp_path / "a.gguf")["dflash.sample_from_anchor"] is True
     for ours, theirs in (
-        ("markov_head.markov_w1", "markov_w1"), ("markov_head.markov_w2", "markov_w2"),
+        ("markov_head.markov_w1", "markov_w1"),
+        ("markov_head.markov_w2", "markov_w2"),
         ("confidence_head.proj", "conf_proj"),
-    ):  # fmt: skip
+    ):
         assert torch.equal(stored[f"{ours}.weight"].float(), written[f"{theirs}.weight"].float()), ours
     assert torch.equal(stored["confidence_head.proj.bias"].float(), written["conf_proj.bias"])
 
@@ -488,7 +528,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"correction": SelectorConfig(selector_rank=4, selector_top_k=11), "body": SECOND}, None, r"11 .* needs 132"),
     ({"correction": SelectorConfig(selector_rank=4, selector_top_k=8)}, None, "a selector and no convolutions"),
     ({"correction": MarkovConfig(markov_rank=4, markov_head_type="rnn"), **OWN}, "deepspec", "of type = rnn"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("changes", "form", "message"), REFUSED)
@@ -505,9 +545,12 @@ def test_an_eagle3_draft_is_written_as_llama_cpp_reads_it(tmp_path: Path) -> Non
     convert(str(NANO / "eagle3"), tmp_path / "draft.gguf", "gguf", "nano")
     got = values(tmp_path / "draft.gguf")
     expected = {
-        "general.architecture": "eagle3", "eagle3.block_count": 1, "eagle3.target_layers": [2, 8, 13],
-        "eagle3.target_hidden_size": 128, "eagle3.norm_before_residual": False,
-    }  # fmt: skip
+        "general.architecture": "eagle3",
+        "eagle3.block_count": 1,
+        "eagle3.target_layers": [2, 8, 13],
+        "eagle3.target_hidden_size": 128,
+        "eagle3.norm_before_residual": False,
+    }
     assert {name: got[name] for name in expected} == expected
     stored, written = load_file(NANO / "eagle3" / WHOLE), tensors(tmp_path / "draft.gguf")
     assert written["d2t"].dtype == torch.int64

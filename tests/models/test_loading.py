@@ -34,9 +34,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="<unk>")
     tokenizer.save_pretrained(folder / "target")
     config = DFlashConfig(
-        hidden_size=32, intermediate_size=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=97,
-        block_size=4, mask_token_id=96, target_layer_ids=(1, 2), num_target_layers=6,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        vocab_size=97,
+        block_size=4,
+        mask_token_id=96,
+        target_layer_ids=(1, 2),
+        num_target_layers=6,
+    )
     draft = DFlashDraft(config)
     initialise(draft, 0)
     save_draft(draft, folder / "dflash")
@@ -334,9 +343,16 @@ def test_a_draft_for_another_target_is_refused(model: Path) -> None:
 @pytest.fixture
 def with_eagle3(model: Path) -> Path:
     config = Eagle3Config(
-        hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=97,
-        draft_vocab_size=40, target_layer_ids=(1, 2, 3), num_target_layers=6,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=48,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        vocab_size=97,
+        draft_vocab_size=40,
+        target_layer_ids=(1, 2, 3),
+        num_target_layers=6,
+    )
     draft = Eagle3Draft(config)
     initialise(draft, 0)
     save_draft(draft, model / "eagle3")

@@ -32,14 +32,21 @@ from helpers import tiny
 
 NANO = presets.preset("nano")
 SIZE = Size(
-    weight_bytes=1000, matrix_elements=250, row_bytes=4, stored_bytes=1400, num_layers=2, vocab_size=100,
+    weight_bytes=1000,
+    matrix_elements=250,
+    row_bytes=4,
+    stored_bytes=1400,
+    num_layers=2,
+    vocab_size=100,
     attention=(AttentionCost(2, None, 8, 16),),
-)  # fmt: skip
-LABELS = (
-    "ar", "dflash", "dflash:block=4", "dflash:3", "dflash+ngram", "ddtree", "ddtree:nodes=auto", "eagle3",
-    "eagle3-tree", "eagle3-tree:nodes=20,top_k=4,depth=3", "draft-model", "medusa:nodes=30", "ngram", "suffix",
-    "lookahead", "synthetic", "oracle", "random", "block-diffusion",
-)  # fmt: skip
+)
+LABELS = tuple(
+    """
+    ar dflash dflash:block=4 dflash:3 dflash+ngram ddtree ddtree:nodes=auto eagle3 eagle3-tree
+    eagle3-tree:nodes=20,top_k=4,depth=3 draft-model medusa:nodes=30 ngram suffix lookahead synthetic oracle random
+    block-diffusion
+    """.split()
+)
 
 
 def chosen(*labels: str) -> list[methods.Method]:

@@ -138,7 +138,8 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"has no MTP heads: expected tensors mtp\.\* .* or model\.layers\.4\.eh_proj\.weight; give heads .*mtp=PATH",
     ),
     "half a head": (
-        lambda f: edit(f, lambda t: t.pop("mtp.norm.weight")), r"missing tensor mtp\.norm\.weight; copy the checkpoint",
+        lambda f: edit(f, lambda t: t.pop("mtp.norm.weight")),
+        r"missing tensor mtp\.norm\.weight; copy the checkpoint",
     ),
     "a tensor too many": (
         lambda f: edit(f, lambda t: t.update({"mtp.layers.1.mlp.up_proj.weight": torch.zeros(64, 48)})),
@@ -152,16 +153,15 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: edit(f, lambda t: t.update({"mtp.fc.weight": torch.zeros(48, 96, dtype=torch.int8)})),
         "quantised heads are not supported",
     ),
-    "NaN": (
-        lambda f: edit(f, lambda t: t["mtp.fc.weight"].fill_(torch.nan)), r"mtp\.fc\.weight holds NaN or",
-    ),
+    "NaN": (lambda f: edit(f, lambda t: t["mtp.fc.weight"].fill_(torch.nan)), r"mtp\.fc\.weight holds NaN or"),
     "two layers": (lambda f: edit_config(f, mtp_num_hidden_layers=2), "MTP heads of 2 layers are not supported"),
     "an embedding of its own": (
-        lambda f: edit_config(f, mtp_use_dedicated_embeddings=True), "with an embedding of their own are not supported",
+        lambda f: edit_config(f, mtp_use_dedicated_embeddings=True),
+        "with an embedding of their own are not supported",
     ),
     "another kind": (lambda f: edit_config(f, model_type="gemma2"), "of a gemma2 target are not supported; only those"),
     "another width": (lambda f: edit_config(f, num_attention_heads=2), r"o_proj\.weight is \[48, 64\], config"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -243,9 +243,13 @@ def test_a_run_measures_it_beside_other_drafts(tmp_path: Path) -> None:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"What is {n} times 7?"}) + "\n" for n in range(4)))
     run = db.run(
-        model=model, prompts=prompts, methods=["dflash", "mtp", "mtp:5", "eagle3"], max_new_tokens=12,
-        concurrency=(1, 3), out=tmp_path / "run",
-    )  # fmt: skip
+        model=model,
+        prompts=prompts,
+        methods=["dflash", "mtp", "mtp:5", "eagle3"],
+        max_new_tokens=12,
+        concurrency=(1, 3),
+        out=tmp_path / "run",
+    )
     assert set(run.answers["method"]) == {"ar", "dflash", "mtp", "mtp:5", "eagle3"}
     assert set(run.answers["exactness"].dropna()) <= {"exact", "near_tie"}
     assert set(run.answers["audit"]) <= {"exact", "near_tie"}

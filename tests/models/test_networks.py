@@ -26,9 +26,18 @@ BLOCKS = {"block_size": 4, "mask_token_id": 1000}
 def language_model(folder: Path, vocab_size: int = tiny.VOCABULARY, seed: int = 5, **changes: Any) -> Path:
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=vocab_size, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=512, eos_token_id=2, pad_token_id=0, **changes,
-    )  # fmt: skip
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=512,
+        eos_token_id=2,
+        pad_token_id=0,
+        **changes,
+    )
     Qwen3ForCausalLM(config).half().save_pretrained(folder)
     return folder
 

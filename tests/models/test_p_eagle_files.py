@@ -23,10 +23,19 @@ from helpers.golden_drafts import CASES
 
 TARGET = TargetShape(32, 97, 6)
 CONFIG = PEagleConfig(
-    hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=97,
-    num_target_layers=None, target_layer_ids=(0, 2, 4), draft_vocab_size=97, own_embedding=True, mask_token_id=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=97,
+    num_target_layers=None,
+    target_layer_ids=(0, 2, 4),
+    draft_vocab_size=97,
+    own_embedding=True,
+    mask_token_id=96,
     num_layers=3,
-)  # fmt: skip
+)
 GOLDEN = CASES / "specforge-p-eagle/draft"
 SMALL = CASES / "_targets/small"
 
@@ -120,10 +129,11 @@ WRONG_CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "more layers": (lambda c: c.update(num_hidden_layers=4), r"missing tensor layers\.3"),
     "no layers": (lambda c: c.update(num_hidden_layers=0), "num_layers cannot be 0"),
     "the embedding tapped": (
-        lambda c: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[0, 1, 2]), "taps layer -1",
+        lambda c: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[0, 1, 2]),
+        "taps layer -1",
     ),
     "an unknown key": (lambda c: c["eagle_config"].update(twist=1), "with 'twist' in eagle_config"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", WRONG_CONFIGS)

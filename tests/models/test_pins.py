@@ -56,9 +56,18 @@ def served(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 def words(out: str, target: str = "org/target", draft: str = "org/draft") -> list[str]:
     Path("p.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": "1 + 1?"}\n')
     return [
-        "run", "--prompts", "p.jsonl", "--target", target, "--draft", f"dflash={draft}", "--max-new-tokens", "4",
-        "--out", out,
-    ]  # fmt: skip
+        "run",
+        "--prompts",
+        "p.jsonl",
+        "--target",
+        target,
+        "--draft",
+        f"dflash={draft}",
+        "--max-new-tokens",
+        "4",
+        "--out",
+        out,
+    ]
 
 
 def info(folder: str) -> Any:
@@ -113,11 +122,12 @@ def test_resume_and_compare_refuse_another_commit(main: Main, served: Hub) -> No
 def test_what_is_loaded_is_what_was_looked_at(main: Main, served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = iter([OLD, NEW, NEW, NEW, NEW, NEW])
     monkeypatch.setattr(
-        huggingface_hub.HfApi, "model_info",
+        huggingface_hub.HfApi,
+        "model_info",
         lambda _self, name, revision, timeout: SimpleNamespace(
             sha=revision if hub.COMMIT.fullmatch(revision) else next(asked)
         ),
-    )  # fmt: skip
+    )
     assert main(*words("run"))[0] == 0
     assert info("run")["identity"]["revisions"] == {"target": f"org/target@{NEW}", "dflash": f"org/draft@{OLD}"}
 

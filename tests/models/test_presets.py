@@ -47,8 +47,10 @@ def test_the_two_models_of_the_paper_draft_blocks_of_16_and_chains_of_7_without_
     for name in ("qwen3-4b", "qwen3-8b"):
         one = presets.preset(name)
         assert (one.num_drafts, one.thinking, one.trained_thinking) == (
-            {"dflash": 15, "eagle3": 7}, False, {"dflash": False},
-        )  # fmt: skip
+            {"dflash": 15, "eagle3": 7},
+            False,
+            {"dflash": False},
+        )
 
 
 BAD = {

@@ -79,9 +79,17 @@ def test_a_checkpoint_that_is_quantised_already_is_refused(tmp_path: Path) -> No
 
 def test_experts_would_stay_as_they_are() -> None:
     config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=16, moe_intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=2, num_experts_per_tok=1,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=2,
+        num_experts_per_tok=1,
+    )
     with pytest.raises(UserError, match="qwen3_moe"):
         quantization.quantize(Qwen3MoeForCausalLM(config), "int8", "cpu")
 

@@ -38,12 +38,17 @@ def test_each_label_is_measured_with_its_draft(
     info, records = store.load(tmp_path / "run")
     identity = info.to_json()["identity"]
     assert {label: (method["draft"], method["num_drafts"]) for label, method in identity["methods"].items()} == {
-        "ar": (None, 0), "dflash": ("dflash", 15), "dflash@a": ("dflash@a", 15), "dflash@b": ("dflash@b", 15),
+        "ar": (None, 0),
+        "dflash": ("dflash", 15),
+        "dflash@a": ("dflash@a", 15),
+        "dflash@b": ("dflash@b", 15),
         "dflash@b:block=8": ("dflash@b", 7),
-    }  # fmt: skip
+    }
     assert {key: draft["name"] for key, draft in identity["drafts"].items()} == {
-        "dflash": "dflash", "dflash@a": "dflash", "dflash@b": "worse",
-    }  # fmt: skip
+        "dflash": "dflash",
+        "dflash@a": "dflash",
+        "dflash@b": "worse",
+    }
     revisions = identity["revisions"]
     assert revisions["dflash"] == revisions["dflash@a"] != revisions["dflash@b"]
     rounds = {

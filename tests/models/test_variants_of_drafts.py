@@ -33,10 +33,16 @@ def edit(folder: Path, inner: str | None, changes: dict[str, Any]) -> None:
 
 
 REFUSED: dict[str, Any] = {
-    "attention_mode": "mla", "embedding_multiplier": 12.0,
-    "projector_type": "eagle", "shift_label": True, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 0,
-    "markov_head_type ": "gated", "lilicorr_num_layers": 2, "an_unknown_key": None,
-}  # fmt: skip
+    "attention_mode": "mla",
+    "embedding_multiplier": 12.0,
+    "projector_type": "eagle",
+    "shift_label": True,
+    "gru_hidden_dim": 1024,
+    "pure_draft_prefix_len": 0,
+    "markov_head_type ": "gated",
+    "lilicorr_num_layers": 2,
+    "an_unknown_key": None,
+}
 
 
 @pytest.mark.parametrize("key", REFUSED)
@@ -56,10 +62,18 @@ def test_the_same_keys_are_refused_beside_it(key: str, model: Path) -> None:
 
 
 READ: dict[str, Any] = {
-    "causal_head": True, "causal": True, "is_causal": True, "use_swa": True, "swa_window_size": 7,
-    "input_embedding_scale": 64, "output_multiplier": 0.2, "final_logit_softcapping": 30.0, "attention_sink_bias": True,
-    "attention_value_scale": 0.5, "rope_is_neox_style": False,
-}  # fmt: skip
+    "causal_head": True,
+    "causal": True,
+    "is_causal": True,
+    "use_swa": True,
+    "swa_window_size": 7,
+    "input_embedding_scale": 64,
+    "output_multiplier": 0.2,
+    "final_logit_softcapping": 30.0,
+    "attention_sink_bias": True,
+    "attention_value_scale": 0.5,
+    "rope_is_neox_style": False,
+}
 
 
 def test_what_changes_a_body_is_read(model: Path) -> None:

@@ -25,10 +25,16 @@ NETWORK = DFlashDraft(
     DFlashConfig(head_dim=16, num_layers=2, block_size=4, mask_token_id=3, target_layer_ids=(0, 2), **tiny.BODY)  # type: ignore[arg-type]
 )
 BODY: dict[str, Any] = {
-    "hidden_size": tiny.HIDDEN, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 16, "vocab_size": tiny.VOCABULARY, "rms_norm_eps": 1e-6, "num_hidden_layers": 2,
+    "hidden_size": tiny.HIDDEN,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": tiny.VOCABULARY,
+    "rms_norm_eps": 1e-6,
+    "num_hidden_layers": 2,
     "max_position_embeddings": 512,
-}  # fmt: skip
+}
 
 
 def views(folder: Path, config: dict[str, Any]) -> tuple[BlockView, ...]:
@@ -53,16 +59,25 @@ BY_ZLAB: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[BlockView, BlockV
     "then the inner one": ({"is_causal": False, "causal": True, "causal_head": True}, {}, (WHOLE, WHOLE)),
     "then causal": ({"causal": False, "causal_head": True}, {}, (WHOLE, WHOLE)),
     "then causal_head": ({"causal_head": True}, {}, (CAUSAL, CAUSAL)),
-    "null says nothing": ({"causal": None}, {"is_causal": None, "layer_types": [FULL, SLIDING], **WINDOW},
-                          (WHOLE, SLIDES)),
-    "no window unless it is used": ({}, {"layer_types": [SLIDING, FULL], **WINDOW, "use_sliding_window": False},
-                                    (CAUSAL, WHOLE)),
+    "null says nothing": (
+        {"causal": None},
+        {"is_causal": None, "layer_types": [FULL, SLIDING], **WINDOW},
+        (WHOLE, SLIDES),
+    ),
+    "no window unless it is used": (
+        {},
+        {"layer_types": [SLIDING, FULL], **WINDOW, "use_sliding_window": False},
+        (CAUSAL, WHOLE),
+    ),
     "the last layers slide": ({}, {**WINDOW, "max_window_layers": 1}, (WHOLE, SLIDES)),
     "use_swa": ({"use_swa": True, "swa_window_size": 7}, {"layer_types": [FULL, FULL]}, (BlockView(7), BlockView(7))),
-    "use_swa and causal": ({"use_swa": True, "swa_window_size": 7, "causal": True}, {},
-                           (BlockView(7, True), BlockView(7, True))),
+    "use_swa and causal": (
+        {"use_swa": True, "swa_window_size": 7, "causal": True},
+        {},
+        (BlockView(7, True), BlockView(7, True)),
+    ),
     "use_swa with the usual window": ({"use_swa": True}, WINDOW, (BlockView(24), BlockView(24))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("rule", BY_ZLAB)
@@ -73,19 +88,26 @@ def test_z_labs_rule(rule: str, tmp_path: Path) -> None:
 
 def speculators(layers: dict[str, Any], **beside: Any) -> dict[str, Any]:
     return {
-        "speculators_model_type": "dflash", "draft_vocab_size": tiny.VOCABULARY, "block_size": 4, "mask_token_id": 3,
-        "aux_hidden_state_layer_ids": [1, 3], **beside,
+        "speculators_model_type": "dflash",
+        "draft_vocab_size": tiny.VOCABULARY,
+        "block_size": 4,
+        "mask_token_id": 3,
+        "aux_hidden_state_layer_ids": [1, 3],
+        **beside,
         "transformer_layer_config": {"model_type": "qwen3", **BODY, **layers},
-    }  # fmt: skip
+    }
 
 
 ANCHORED = BlockView(24, is_causal=True, from_anchor=True)
 BY_SPECULATORS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[BlockView, BlockView]]] = {
     "windows end at the anchor": ({"layer_types": [SLIDING, FULL], **WINDOW}, {}, (ANCHORED, WHOLE)),
-    "and may not be causal": ({"layer_types": [SLIDING, FULL], **WINDOW}, {"sliding_window_non_causal": True},
-                              (BlockView(24, from_anchor=True), WHOLE)),
+    "and may not be causal": (
+        {"layer_types": [SLIDING, FULL], **WINDOW},
+        {"sliding_window_non_causal": True},
+        (BlockView(24, from_anchor=True), WHOLE),
+    ),
     "no window, and full": ({"layer_types": [SLIDING, FULL]}, {}, (WHOLE, WHOLE)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("rule", BY_SPECULATORS)

@@ -59,8 +59,15 @@ def test_functions_pass_their_own_tests(suite):
 def test_chat_has_two_turns_in_all_eight_categories():
     tasks = list(islice((task for task in corpus.tasks(4) if task.suite == "mt_bench"), 300))
     assert {task.row["category"] for task in tasks} == {
-        "writing", "roleplay", "extraction", "reasoning", "coding", "math", "stem", "humanities",
-    }  # fmt: skip
+        "writing",
+        "roleplay",
+        "extraction",
+        "reasoning",
+        "coding",
+        "math",
+        "stem",
+        "humanities",
+    }
     assert all(len(turns_of(task)) == len(task.answers) == 2 for task in tasks)
 
 

@@ -48,10 +48,18 @@ def test_a_window_is_that_of_its_layers() -> None:
 
 def test_experts_are_counted_apart_and_the_router_is_not() -> None:
     config = transformers.Qwen3MoeConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
         tie_word_embeddings=False,
-    )  # fmt: skip
+    )
     with torch.device("meta"):
         size = size_of(transformers.Qwen3MoeForCausalLM(config))
     attention = 32 * 32 + 2 * 16 * 32 + 32 * 32
@@ -62,9 +70,15 @@ def test_experts_are_counted_apart_and_the_router_is_not() -> None:
 
 
 DRAFT = {
-    "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 97,
-    "target_layer_ids": (1, 2, 3), "num_target_layers": 6,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 97,
+    "target_layer_ids": (1, 2, 3),
+    "num_target_layers": 6,
+}
 
 
 def test_a_block_is_one_pass_and_takes_in_features_through_keys_and_values_alone() -> None:

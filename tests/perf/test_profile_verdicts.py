@@ -28,9 +28,14 @@ from dflash_bench.perf.verdict import (
 )
 
 SIZE = Size(
-    weight_bytes=1000, matrix_elements=250, row_bytes=4, stored_bytes=1400, num_layers=2, vocab_size=100,
+    weight_bytes=1000,
+    matrix_elements=250,
+    row_bytes=4,
+    stored_bytes=1400,
+    num_layers=2,
+    vocab_size=100,
     attention=(AttentionCost(2, None, 8, 16),),
-)  # fmt: skip
+)
 RATES = Rates(bandwidth=1000.0, products=1e9)
 FAST, FIXED = LinearCost(1.2, 0.01), LinearCost(10.0, 0.01)
 

@@ -71,10 +71,13 @@ def test_it_reads_twice_the_cache_if_there_is_room(
     read: list[int] = []
     monkeypatch.setattr(measure, "_quickest_s", lambda calls, _: read.append(len(calls)) or [1.0])
     for cache, free, at_least, pieces in (
-        (None, None, 0, 8), (160 * MIB, 8 * 2**30, 0, 10), (2**20, 8 * 2**30, 320 * MIB, 10),
+        (None, None, 0, 8),
+        (160 * MIB, 8 * 2**30, 0, 10),
+        (2**20, 8 * 2**30, 320 * MIB, 10),
         # An eighth of the memory is free for it, but in less than 256 MiB caches would answer.
-        (480 * MIB, 2560 * MIB, 0, 10), (480 * MIB, 100 * MIB, 0, 8),
-    ):  # fmt: skip
+        (480 * MIB, 2560 * MIB, 0, 10),
+        (480 * MIB, 100 * MIB, 0, 8),
+    ):
         clocked([1.0], cache, free, at_least)
         assert read.pop() == pieces
 
@@ -98,9 +101,13 @@ def test_the_largest_cache_is_read_from_the_kernels_files(tmp_path: Path) -> Non
 def run_with(folder: Path, **changes: Any) -> Path:
     """A step reads a megabyte, and two of eight experts of 100 kB each."""
     size = {
-        "weight_bytes": 1_000_000, "matrix_elements": 250_000, "attention": [], "num_experts": 8,
-        "experts_per_token": 2, "expert_bytes": 100_000,
-    }  # fmt: skip
+        "weight_bytes": 1_000_000,
+        "matrix_elements": 250_000,
+        "attention": [],
+        "num_experts": 8,
+        "experts_per_token": 2,
+        "expert_bytes": 100_000,
+    }
     known = {"rows": 1, "context": 5, "seconds": {"1": 0.01}, "bandwidth": 1e9, "products": 1e15, "size": size}
     path = stored(folder, answers(noise=0))
     where = path / "run.json"

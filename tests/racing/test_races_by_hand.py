@@ -29,9 +29,12 @@ def cut(rounds: Sequence[int]) -> dict[str, Any]:
 
 
 def run(
-    prompts: Mapping[str, str], seconds: Mapping[str, float], joules: Mapping[str, float], load: Load | None = None,
+    prompts: Mapping[str, str],
+    seconds: Mapping[str, float],
+    joules: Mapping[str, float],
+    load: Load | None = None,
     rounds: Sequence[int] = (4, 2),
-) -> RunTable:  # fmt: skip
+) -> RunTable:
     """A run of prompts by suite: each method decodes seven tokens after the first in so many seconds, one by one.
 
     A prefill takes 20 ms, and a round half of its 20 ms and 17 ms in draft and target.
@@ -43,12 +46,18 @@ def run(
             generated, begin = in_time(row.generation, own_s), 10.0 * len(rows)
             rows.append(
                 replace(
-                    row, method=method, suite=suite, settings=settings, generation=generated, start_s=begin,
-                    end_s=begin + 0.02 + own_s, category=prompt[0],
+                    row,
+                    method=method,
+                    suite=suite,
+                    settings=settings,
+                    generation=generated,
+                    start_s=begin,
+                    end_s=begin + 0.02 + own_s,
+                    category=prompt[0],
                     measured={"energy_j": joules[method]} if method in joules else {},
                     exactness=None if method == "ar" else "exact",
                 )
-            )  # fmt: skip
+            )
     entries = {method: {"name": method, "num_drafts": DRAFTS[method]} for method in seconds}
     identity = {"methods": entries, "settings": settings_to_json([settings])}
     return RunTable("run", about(identity=identity), frame_of(rows))
@@ -73,24 +82,41 @@ PLAIN_MS = 1000 * ((0.56 / 21) * (0.42 / 14)) ** 0.5
 EAGLE = ((0.56 / 0.34) * (0.42 / 0.24)) ** 0.5
 BY_HAND: dict[str, dict[str, Any]] = {
     "ar": {
-        "rounds": 2, "num_prompts": 5, "speedup": 1.0, "length": 1.0, "tokens_per_s": PLAIN_TPS,
-        "ms_per_token": PLAIN_MS, "joules_per_token": PLAIN_J,
+        "rounds": 2,
+        "num_prompts": 5,
+        "speedup": 1.0,
+        "length": 1.0,
+        "tokens_per_s": PLAIN_TPS,
+        "ms_per_token": PLAIN_MS,
+        "joules_per_token": PLAIN_J,
     },
     "dflash": {
         # The first run alone, where its tokens per second are 16/9 of plain decoding's, and its joules a quarter.
-        "rounds": 1, "num_prompts": 3, "num_drafts": 4, "speedup": 2.0, "length": 4.0,
-        "tokens_per_s": PLAIN_TPS * 0.16 / 0.09, "ms_per_token": PLAIN_MS / 2, "joules_per_token": PLAIN_J / 4,
+        "rounds": 1,
+        "num_prompts": 3,
+        "num_drafts": 4,
+        "speedup": 2.0,
+        "length": 4.0,
+        "tokens_per_s": PLAIN_TPS * 0.16 / 0.09,
+        "ms_per_token": PLAIN_MS / 2,
+        "joules_per_token": PLAIN_J / 4,
         # Rounds of 35 ms, of which 17 in 20 in draft and target, against steps of 20 ms; over eagle3's 1.4.
-        "break_even": 0.85 * 0.035 / 0.02, "beside": 2 / 1.4,
+        "break_even": 0.85 * 0.035 / 0.02,
+        "beside": 2 / 1.4,
     },
     "eagle3": {
-        "rounds": 2, "num_prompts": 5, "num_drafts": 3, "speedup": EAGLE, "length": 4.0,
-        "tokens_per_s": PLAIN_TPS * (3 * 0.16 + 2 * 0.30) / (3 * 0.12 + 2 * 0.16), "ms_per_token": PLAIN_MS / EAGLE,
+        "rounds": 2,
+        "num_prompts": 5,
+        "num_drafts": 3,
+        "speedup": EAGLE,
+        "length": 4.0,
+        "tokens_per_s": PLAIN_TPS * (3 * 0.16 + 2 * 0.30) / (3 * 0.12 + 2 * 0.16),
+        "ms_per_token": PLAIN_MS / EAGLE,
         "joules_per_token": PLAIN_J * (3 * 2 + 2 * 2) / (3 * 4 + 2 * 8),
         # 6 rounds of gsm8k in 0.34 s and 21 steps in 0.56; 4 in 0.24 and 14 in 0.42.
         "break_even": 0.85 * ((0.34 / 6) / (0.56 / 21) * (0.24 / 4) / (0.42 / 14)) ** 0.5,
     },
-}  # fmt: skip
+}
 
 
 @each("method", BY_HAND)
@@ -160,11 +186,17 @@ class KnownRace(Race):
 @each(
     "load, over_plain, beside, verdict",
     [
-        (1, 0.99, 1.5, "below_plain"), (1, 1.01, 1.5, "level"), (1, 1.01, 1.031, "level"), (1, 1.01, 1.029, "no_gain"),
-        (1, 1.01, 1.0, "no_gain"), (1, 1.01, 0.99, "slower"), (4, 0.84, 1.5, "below_plain"), (4, 0.86, 0.86, "level"),
+        (1, 0.99, 1.5, "below_plain"),
+        (1, 1.01, 1.5, "level"),
+        (1, 1.01, 1.031, "level"),
+        (1, 1.01, 1.029, "no_gain"),
+        (1, 1.01, 1.0, "no_gain"),
+        (1, 1.01, 0.99, "slower"),
+        (4, 0.84, 1.5, "below_plain"),
+        (4, 0.86, 0.86, "level"),
         (4, 0.86, 0.84, "slower"),
     ],
-)  # fmt: skip
+)
 def test_who_leaves_goes_by_upper_bounds(load: int, over_plain: float, beside: float, verdict: str) -> None:
     race = KnownRace(Load(concurrency=load), ("eagle3", "dflash"))
     race.high = over_plain, beside

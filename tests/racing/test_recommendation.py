@@ -25,40 +25,74 @@ def candidate(
     method: str, verdict: Verdict, speedup: float, joules: float | None = None, even: float = 1.6
 ) -> Candidate:
     return Candidate(
-        method, verdict, 2, 16, span(speedup), span(speedup / 2), span(3.5), even, 100 * speedup, 10 / speedup,
+        method,
+        verdict,
+        2,
+        16,
+        span(speedup),
+        span(speedup / 2),
+        span(3.5),
+        even,
+        100 * speedup,
+        10 / speedup,
         num_drafts=7 if method.startswith("dflash") else 1,
         measured={} if joules is None else {"joules_per_token": joules},
-    )  # fmt: skip
+    )
 
 
 PLAIN = candidate("ar", "baseline", 1.0, 0.5)
 ALONE = Decision(
-    Load(), "dflash:7", "faster", span(2.0),
-    (PLAIN, candidate("dflash:7", "leads", 2.0, 0.25), candidate("dflash@2:7", "level", 1.98, 0.26),
-     candidate("mtp:1", "slower", 1.2, 0.4), Candidate("eagle3:3", "failed", 1, error="no such file")),
-    slices=(("code", 8, span(2.5)), ("chat", 8, span(1.5))), loses_from=5.2,
-)  # fmt: skip
+    Load(),
+    "dflash:7",
+    "faster",
+    span(2.0),
+    (
+        PLAIN,
+        candidate("dflash:7", "leads", 2.0, 0.25),
+        candidate("dflash@2:7", "level", 1.98, 0.26),
+        candidate("mtp:1", "slower", 1.2, 0.4),
+        Candidate("eagle3:3", "failed", 1, error="no such file"),
+    ),
+    slices=(("code", 8, span(2.5)), ("chat", 8, span(1.5))),
+    loses_from=5.2,
+)
 LOADED = Decision(
-    Load(concurrency=8), "ar", "plain", None,
+    Load(concurrency=8),
+    "ar",
+    "plain",
+    None,
     (PLAIN, candidate("dflash:7", "below_plain", 0.8, even=4.2), candidate("mtp:1", "below_plain", 0.5)),
-)  # fmt: skip
+)
 LOADED = replace(LOADED, candidates=tuple(replace(one, measured={}) for one in LOADED.candidates))
 UNCLEAR = Decision(
-    Load(1024, 8), "ngram", "unclear", span(1.02),
-    (PLAIN, Candidate("ngram", "leads", 2, 16, span(1.02))), more_prompts=1200,
-)  # fmt: skip
+    Load(1024, 8),
+    "ngram",
+    "unclear",
+    span(1.02),
+    (PLAIN, Candidate("ngram", "leads", 2, 16, span(1.02))),
+    more_prompts=1200,
+)
 FOUND = Recommended(
-    "mine", "a machine", (ALONE, LOADED, UNCLEAR), Path("race"), (Path("race/c1-1"),), 90.0,
+    "mine",
+    "a machine",
+    (ALONE, LOADED, UNCLEAR),
+    Path("race"),
+    (Path("race/c1-1"),),
+    90.0,
     {
-        "dflash:7": [("llama.cpp", ["--model-draft", "d.gguf", "--spec-type", "draft-dflash"], ["convert", "d"]),
-                     ("vllm", ["--speculative-config", '{"method": "dflash"}'], ())],
+        "dflash:7": [
+            ("llama.cpp", ["--model-draft", "d.gguf", "--spec-type", "draft-dflash"], ["convert", "d"]),
+            ("vllm", ["--speculative-config", '{"method": "dflash"}'], ()),
+        ],
         "ngram": [],
     },
     {"dflash:7": ContextFit(3000, 9000, 32_000), "ngram": ContextFit(32_000, 32_000, 32_000)},
-    {"ar": MemoryBySize({4096: 10**9, 8192: 2 * 10**9}, 3 * 10**9),
-     "dflash:7": MemoryBySize({4096: 2 * 10**9, 8192: 3 * 10**9}, 3 * 10**9),
-     "ngram": MemoryBySize({4096: 10**9}, 10**10)},
-)  # fmt: skip
+    {
+        "ar": MemoryBySize({4096: 10**9, 8192: 2 * 10**9}, 3 * 10**9),
+        "dflash:7": MemoryBySize({4096: 2 * 10**9, 8192: 3 * 10**9}, 3 * 10**9),
+        "ngram": MemoryBySize({4096: 10**9}, 10**10),
+    },
+)
 
 
 def test_the_text_is_as_stored() -> None:

@@ -38,9 +38,15 @@ from helpers.rows import drafted, plain, record
 from helpers.runs import about
 
 TEXTS = (
-    "What is 2+2?", "Name a colour.", "Count to five.", "Say it again.", "Why is that so?", "And then?", "Who?",
+    "What is 2+2?",
+    "Name a colour.",
+    "Count to five.",
+    "Say it again.",
+    "Why is that so?",
+    "And then?",
+    "Who?",
     "When?",
-)  # fmt: skip
+)
 OURS = ("eagle3:6", "dflash", "mtp:4", "draft-model:5")
 
 
@@ -259,17 +265,24 @@ def test_seconds_follow_the_rounds_and_the_width_curve(
 def test_a_method_whose_draft_depends_on_more_than_the_text_is_not_recorded(name: str) -> None:
     with pytest.raises(db.UserError, match=f"--record: {name}"):
         require_recorded(parse(name))
-    assert [kind.name for kind in METHODS.values() if kind.is_recorded] == [
-        "dflash", "eagle3", "mtp", "draft-model",
-    ]  # fmt: skip
+    assert [kind.name for kind in METHODS.values() if kind.is_recorded] == ["dflash", "eagle3", "mtp", "draft-model"]
 
 
 def answer(positions: list[int], scores: list[list[float]] | None = None) -> StoredAnswer:
     none = np.array([3])
     return StoredAnswer(
-        "p", len(positions), 1.0, none, none, none, 0.0, 0.0, 0.0, np.array(positions),
+        "p",
+        len(positions),
+        1.0,
+        none,
+        none,
+        none,
+        0.0,
+        0.0,
+        0.0,
+        np.array(positions),
         None if scores is None else np.array(scores),
-    )  # fmt: skip
+    )
 
 
 def test_an_estimate_reaches_from_the_least_to_the_most_that_its_rounds_allow() -> None:

@@ -152,10 +152,7 @@ def test_acceptance_is_counted_by_their_keys(run: Path) -> None:
 
 
 def test_a_trend_over_runs_of_one_each_names_them(tmp_path: Path) -> None:
-    runs = [
-        Material(read_document(of((settings,), tmp_path / name)))
-        for name, settings in (("a", ONE), ("b", OTHER))
-    ]  # fmt: skip
+    runs = [Material(read_document(of((settings,), tmp_path / name))) for name, settings in (("a", ONE), ("b", OTHER))]
     assert apart(
         plots.write_trend(
             runs, tmp_path, "svg", [Difference("sampling", "temperature", "0.7", "0.7000001")]
@@ -216,15 +213,37 @@ def test_a_run_over_both_ends_and_is_read(tmp_path: Path, main: Main) -> None:
     path.write_text("".join(json.dumps({"prompt": f"What is {n} times 7?"}) + "\n" for n in range(3)))
     with FakeServer() as plain, FakeServer(accepts=(2,), block=4) as other:
         status, out, err = main(
-            "run", "--server", f"plain={plain.url}", "--server", f"dflash={other.url}", "--prompts", path,
-            "--max-new-tokens", 16, "--temperature", "0.7,0.7000001", "--out", "run",
-        )  # fmt: skip
+            "run",
+            "--server",
+            f"plain={plain.url}",
+            "--server",
+            f"dflash={other.url}",
+            "--prompts",
+            path,
+            "--max-new-tokens",
+            16,
+            "--temperature",
+            "0.7,0.7000001",
+            "--out",
+            "run",
+        )
         assert status == 0, err
         assert apart(main("report", "run")[1])
         status, out, err = main(
-            "run", "--server", f"plain={plain.url}", "--server", f"dflash={other.url}", "--prompts", path,
-            "--max-new-tokens", 16, "--rate", "50,50.000001", "--out", "rates",
-        )  # fmt: skip
+            "run",
+            "--server",
+            f"plain={plain.url}",
+            "--server",
+            f"dflash={other.url}",
+            "--prompts",
+            path,
+            "--max-new-tokens",
+            16,
+            "--rate",
+            "50,50.000001",
+            "--out",
+            "rates",
+        )
         assert status == 0, err
         out = main("report", "rates")[1]
         assert re.search(r"^ +50\.000001 ", out, re.MULTILINE) and re.search(r"^ +50 ", out, re.MULTILINE)

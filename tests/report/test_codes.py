@@ -53,8 +53,9 @@ def test_findings_are_grouped_by_the_code_of_their_remedy() -> None:
     cells = summarise(rows, known())
     found = [one for one in findings(rows, cells) if one.kind == "unknown_text"]
     assert {(one.remedy_code, tuple(place.method for place in one.places)) for one in found} == {
-        ("check_texts", ("dflash",)), ("trained_draft", ("ngram:4",)),
-    }  # fmt: skip
+        ("check_texts", ("dflash",)),
+        ("trained_draft", ("ngram:4",)),
+    }
 
 
 def test_runs_differ_in_kinds_names_and_values(tmp_path: Path, main: Main) -> None:
@@ -65,9 +66,7 @@ def test_runs_differ_in_kinds_names_and_values(tmp_path: Path, main: Main) -> No
     with pytest.raises(UserError, match="dtype float32 and bfloat16"):
         require_comparable(*read, [])
     made = json.loads(main("compare", "a", "b", "--allow", "dtype", "--json")[1])
-    assert made["differences"] == [
-        {"kind": "dtype", "name": "dtype", "before": "float32", "after": "bfloat16"},
-    ]  # fmt: skip
+    assert made["differences"] == [{"kind": "dtype", "name": "dtype", "before": "float32", "after": "bfloat16"}]
 
 
 def test_another_machine_is_known_by_the_kind_and_not_by_how_a_note_begins(
@@ -105,12 +104,25 @@ def test_columns_are_known_by_ids() -> None:
     for columns in (RESULTS, ROUNDS):
         assert len({column.id for column in columns}) == len(columns)
     assert [column.id for column in RESULTS if column.in_paper] == [
-        "num_prompts", "al.pooled", "tps.decode", "speedup.decode", "exact", "passed", "cut",
-    ]  # fmt: skip
+        "num_prompts",
+        "al.pooled",
+        "tps.decode",
+        "speedup.decode",
+        "exact",
+        "passed",
+        "cut",
+    ]
     assert [column.id for column in (*RESULTS, *ROUNDS) if column.is_spare] == [
-        "num_prompts", "num_tokens", "al.request_mean", "tps.decode", "speedup.e2e", "bandwidth_share", "other_ms",
-        "num_errors", "num_near_ties",
-    ]  # fmt: skip
+        "num_prompts",
+        "num_tokens",
+        "al.request_mean",
+        "tps.decode",
+        "speedup.e2e",
+        "bandwidth_share",
+        "other_ms",
+        "num_errors",
+        "num_near_ties",
+    ]
 
 
 TREES = [ast.parse(path.read_text(encoding="utf-8")) for path in (PACKAGE / "analysis/findings").glob("*.py")]

@@ -53,9 +53,13 @@ def test_the_same_cells_before_and_after(tmp_path: Path, main: Main) -> None:
     ratios = shown["dflash"]["ratios"]
     assert ratios["tps.decode"]["ratio"][0] == pytest.approx(1 / 1.1, abs=0.01)
     assert {name: each["verdict"] for name, each in ratios.items()} == {
-        "al.pooled": "same", "forwards_per_token": "same", "tps.decode": "worse", "tps.e2e": "worse",
-        "speedup.decode": "worse", "speedup.e2e": "worse",
-    }  # fmt: skip
+        "al.pooled": "same",
+        "forwards_per_token": "same",
+        "tps.decode": "worse",
+        "tps.e2e": "worse",
+        "speedup.decode": "worse",
+        "speedup.e2e": "worse",
+    }
     assert (shown["dflash"]["lost"], shown["dflash"]["gained"]) == (2, 0)
     assert {each["verdict"] for each in shown["ar"]["ratios"].values()} == {"same"}
 
@@ -106,10 +110,14 @@ def test_the_text_is_as_stored(tmp_path: Path, main: Main) -> None:
 )
 def test_slices(tmp_path: Path, main: Main, by: str, slices: list[str | None]) -> None:
     rows = [
-        *pair("a", [4] * 8, category="algebra"), *pair("a", [1, 1], turn=1),
-        *[replace(row, generation=replace(row.generation, num_prompt_tokens=length)) for length, prompt in
-          ((33, "b"), (64, "c"), (200, "d")) for row in pair(prompt, [2, 2])],
-    ]  # fmt: skip
+        *pair("a", [4] * 8, category="algebra"),
+        *pair("a", [1, 1], turn=1),
+        *[
+            replace(row, generation=replace(row.generation, num_prompt_tokens=length))
+            for length, prompt in ((33, "b"), (64, "c"), (200, "d"))
+            for row in pair(prompt, [2, 2])
+        ],
+    ]
     stored(tmp_path / "run", rows)
     shown = found(main, "run", "--by", by)
     assert [cell["slice"] for cell in shown["cells"] if cell["method"] == "dflash"] == slices
@@ -297,9 +305,11 @@ def test_of_many_lines_without_a_change_none_looks_like_one(tmp_path: Path, main
 
 def test_the_official_harness_means_over_responses_and_forgets_the_first_draft() -> None:
     rows = [
-        plain("a", 10), drafted("a", [4, 4], changes={"decode_s": 0.055, "draft_prefill_s": 0.015}),
-        plain("b", 6), drafted("b", [0, 0, 1, 1], changes={"decode_s": 0.085, "draft_prefill_s": 0.005}),
-    ]  # fmt: skip
+        plain("a", 10),
+        drafted("a", [4, 4], changes={"decode_s": 0.055, "draft_prefill_s": 0.015}),
+        plain("b", 6),
+        drafted("b", [0, 0, 1, 1], changes={"decode_s": 0.085, "draft_prefill_s": 0.005}),
+    ]
     ar, dflash = zlab.official(frame_of(rows))
     assert dflash.al == pytest.approx((5 + 1.5) / 2)
     # Left out: draft prefill, and the first draft of 5 ms. Tokens: 11 and 7, the first one included.
@@ -358,12 +368,24 @@ def test_published_figures_stand_beside_the_run_formula_by_formula(tmp_path: Pat
 
 
 def test_how_the_run_was_asked_otherwise_than_the_authors_ask_is_noted(tmp_path: Path, main: Main) -> None:
-    stored(tmp_path / "alike", answers(), target="Qwen/Qwen3-8B", max_new_tokens=2048, **asked("gsm8k", prompts=128),
-           methods={"dflash": {"name": "dflash", "num_drafts": 15}})  # fmt: skip
+    stored(
+        tmp_path / "alike",
+        answers(),
+        target="Qwen/Qwen3-8B",
+        max_new_tokens=2048,
+        **asked("gsm8k", prompts=128),
+        methods={"dflash": {"name": "dflash", "num_drafts": 15}},
+    )
     assert found(main, "alike", "--against", "paper")["notes"] == []
     suites = [*answers(suite="mbpp"), *answers(suite="aime25")]
-    stored(tmp_path / "other", suites, target="Qwen/Qwen3-8B", max_new_tokens=192, methods={},
-           **asked("mbpp", "aime25", source="folder data", prompts=30))  # fmt: skip
+    stored(
+        tmp_path / "other",
+        suites,
+        target="Qwen/Qwen3-8B",
+        max_new_tokens=192,
+        methods={},
+        **asked("mbpp", "aime25", source="folder data", prompts=30),
+    )
     notes = found(main, "other", "--against", "paper")["notes"]
     told = [note for note in notes if "tokens per round" not in note]
     told_of = [("mbpp 30", "128"), ("192", "2,048"), ("mbpp, aime25", "folder"), ("mbpp",), ("aime25",)]
@@ -443,12 +465,14 @@ def test_figures_of_a_kind_of_draft_stand_beside_drafts_of_that_kind(tmp_path: P
         stored(tmp_path / kind, rows, target="Qwen/Qwen3-8B", **identity)
     figures = [each["published"] for each in found(main, "JetSpec", "--against", "published")["figures"]]
     assert {(each["formula"], each["value"]) for each in figures if each["kind"] == "JetSpec"} == {
-        ("speedup.unstated", 9.64), ("al.unstated", 10.76),
-    }  # fmt: skip
+        ("speedup.unstated", 9.64),
+        ("al.unstated", 10.76),
+    }
     plain = [each["published"]["method"] for each in found(main, "DFlash", "--against", "published")["figures"]]
     assert "ddtree" not in plain
-    assert any("JetSpec" in note or "ddtree" in note for note in
-               found(main, "JetSpec", "--against", "published")["notes"])  # fmt: skip
+    assert any(
+        "JetSpec" in note or "ddtree" in note for note in found(main, "JetSpec", "--against", "published")["notes"]
+    )
 
 
 def test_every_published_figure_has_a_formula_and_a_source() -> None:
@@ -465,10 +489,17 @@ def test_a_servers_result_stands_beside_a_run(tmp_path: Path, main: Main) -> Non
     stored(tmp_path / "run", answers())
     (tmp_path / "serve.json").write_text(json.dumps(SERVED))
     (served,) = found(main, "run", "serve.json")["served"]
-    assert served["figures"] == pytest.approx({
-        "al.pooled": 6.46, "accept_rate": 0.364, "tps.served": 412.5, "tpot.mean_ms": 7.2, "ttft.mean_ms": 31.0,
-        "accept_at[1]": 0.9, "accept_at[2]": 0.8,
-    })  # fmt: skip
+    assert served["figures"] == pytest.approx(
+        {
+            "al.pooled": 6.46,
+            "accept_rate": 0.364,
+            "tps.served": 412.5,
+            "tpot.mean_ms": 7.2,
+            "ttft.mean_ms": 31.0,
+            "accept_at[1]": 0.9,
+            "accept_at[2]": 0.8,
+        }
+    )
     assert "serve.json (Qwen/Qwen3-8B)" in main("compare", "run", "serve.json")[1]
 
 
@@ -488,8 +519,10 @@ def test_how_a_server_was_loaded_and_what_failed_is_shown(tmp_path: Path, main: 
     (tmp_path / "open.json").write_text(json.dumps(SERVED | {"max_concurrency": None}))
     ar, _, first, second = columns_of(main("compare", "run", "loaded.json", "open.json")[1])
     assert [(row["failed"], row["conc."]) for row in (ar, first, second)] == [
-        ("0", "1"), ("30", "8"), ("n/a", "no limit"),
-    ]  # fmt: skip
+        ("0", "1"),
+        ("30", "8"),
+        ("n/a", "no limit"),
+    ]
     assert [each["num_failed"] for each in found(main, "run", "loaded.json", "open.json")["served"]] == [30, None]
 
 

@@ -156,10 +156,15 @@ def clocked(method: str, beside_s: float, often: int = 1) -> Callable[[list[Answ
     def change(rows: list[Answer]) -> list[Answer]:
         numbers = {id(row): number for number, row in enumerate(row for row in rows if row.method == method)}
         return [
-            replace(row, clock_s=row.generation.prefill_s + row.generation.decode_s + 0.002
-                    + beside_s * (numbers.get(id(row), 1) % often == 0 if often > 1 else row.method == method))
+            replace(
+                row,
+                clock_s=row.generation.prefill_s
+                + row.generation.decode_s
+                + 0.002
+                + beside_s * (numbers.get(id(row), 1) % often == 0 if often > 1 else row.method == method),
+            )
             for row in rows
-        ]  # fmt: skip
+        ]
 
     return change
 
@@ -170,8 +175,7 @@ def test_work_that_is_in_no_figure(main: Main) -> None:
     assert_no_speedup(main, "hidden_time", "hidden_time")
 
 
-@each(
-    "method, beside_s, often", [("dflash", 0.0055, 1), ("dflash", 0.5, 3), ("ar", 0.5, 1)])  # fmt: skip
+@each("method, beside_s, often", [("dflash", 0.0055, 1), ("dflash", 0.5, 3), ("ar", 0.5, 1)])
 def test_calls_that_take_long_now_and_then_hide_no_work(main: Main, method: str, beside_s: float, often: int) -> None:
     stored(Path("run"), clocked(method, beside_s, often)(answers(24)))
     assert not any(finding.forbids for finding in db.load("run").findings)

@@ -108,11 +108,14 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(tmp_path: Path, m
 @each(
     "text, shown",
     [
-        ("one 12", "one 12"), ("\u05d0\u05d1 12.5", "12.5 \u05d1\u05d0"), ("\u05d0 (\u05d1) ok", "ok (\u05d1) \u05d0"),
-        ("see \u05d0\u05d1 \u05d2 now", "see \u05d2 \u05d1\u05d0 now"), ("is 3 < \u0645\u0631", "is 3 < \u0631\u0645"),
+        ("one 12", "one 12"),
+        ("\u05d0\u05d1 12.5", "12.5 \u05d1\u05d0"),
+        ("\u05d0 (\u05d1) ok", "ok (\u05d1) \u05d0"),
+        ("see \u05d0\u05d1 \u05d2 now", "see \u05d2 \u05d1\u05d0 now"),
+        ("is 3 < \u0645\u0631", "is 3 < \u0631\u0645"),
         ("\u05d0 1 2 b", "b 2 1 \u05d0"),
     ],
-)  # fmt: skip
+)
 def test_text_from_right_to_left_is_placed_as_it_is_read(text: str, shown: str) -> None:
     placed = _in_order(text, _places(text))
     by_column = sorted(zip(placed, text, strict=True), key=lambda one: one[0][1])

@@ -16,11 +16,18 @@ from helpers.runs import answers, changed, listed, stored
 Main = Callable[..., tuple[int, str, str]]
 SCREENS = (
     *(("report", "run", "--format", form) for form in ("table", "markdown", "json", "csv", "latex")),
-    ("report", "run", "--full"), ("report", "run", "--by", "category"), ("report", "run", "--by", "output-position"),
-    ("compare", "run"), ("compare", "run", "before", "--json"), ("compare", "run", "--json"),
-    ("check", "run", "--all"), ("check", "run", "--json"), ("card", "run"),
-    ("replay", "run", "--n", "2", "--json"), ("replay", "run", "--n", "2"),
-)  # fmt: skip
+    ("report", "run", "--full"),
+    ("report", "run", "--by", "category"),
+    ("report", "run", "--by", "output-position"),
+    ("compare", "run"),
+    ("compare", "run", "before", "--json"),
+    ("compare", "run", "--json"),
+    ("check", "run", "--all"),
+    ("check", "run", "--json"),
+    ("card", "run"),
+    ("replay", "run", "--n", "2", "--json"),
+    ("replay", "run", "--n", "2"),
+)
 
 
 def shuffled(run: Path) -> None:

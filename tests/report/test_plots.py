@@ -168,8 +168,9 @@ def test_a_trend_has_a_point_for_each_run_in_order(tmp_path: Path) -> None:
     values = figure.axes[0].lines[0].get_ydata()
     assert values[0] == pytest.approx(2 * values[1])
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
-        "gsm8k (embedded) · speedup.decode", "gsm8k (embedded) · al.pooled",
-    ]  # fmt: skip
+        "gsm8k (embedded) · speedup.decode",
+        "gsm8k (embedded) · al.pooled",
+    ]
 
 
 def test_a_trend_over_runs_of_other_prompts_names_both_sources(tmp_path: Path) -> None:

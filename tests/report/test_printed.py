@@ -25,12 +25,10 @@ Main = Callable[..., tuple[int, str, str]]
 
 def faster(rows: list[Answer], method: str, times: float) -> list[Answer]:
     return [
-        replace(
-            row, method=method, generation=runs.in_time(row.generation, row.generation.decode_s / times)
-        )
+        replace(row, method=method, generation=runs.in_time(row.generation, row.generation.decode_s / times))
         for row in rows
         if row.method == "dflash"
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +54,10 @@ def test_methods_stand_beside_suites_with_the_best_in_bold(document: Document) -
     assert text.count(r"Speed-up & $\tau$") == 3
     (dflash,) = re.findall(r"^DFlash & .*", text, re.MULTILINE)
     (eagle3,) = re.findall(r"^EAGLE-3 & .*", text, re.MULTILINE)
-    is_bold = {name: [r"\textbf" in cell for cell in row.split(" & ")[1:]] for name, row in
-               (("dflash", dflash), ("eagle3", eagle3))}  # fmt: skip
+    is_bold = {
+        name: [r"\textbf" in cell for cell in row.split(" & ")[1:]]
+        for name, row in (("dflash", dflash), ("eagle3", eagle3))
+    }
     assert is_bold["dflash"][0] and not is_bold["dflash"][2]
     assert is_bold["eagle3"][2] and not is_bold["eagle3"][0]
     assert len(dflash.split(" & ")) == len(eagle3.split(" & ")) == 7
@@ -76,11 +76,18 @@ def test_a_run_of_one_suite_has_no_mean(tmp_path: Path) -> None:
 @each(
     "text, words",
     [
-        ("gsm8k", "GSM8K"), ("mt_bench\n(hub)", "MT-Bench\n(hub)"), ("dflash:n=8", "DFlash, n=8"),
-        ("plain", "plain decoding"), ("eagle3 (temperature 1)", "EAGLE-3 (temperature 1)"), ("own.jsonl", "own.jsonl"),
-        ("speedup.decode", "speed-up over plain decoding"), ("", ""), ("12", "12"), ("gsm8k_mine", "gsm8k_mine"),
+        ("gsm8k", "GSM8K"),
+        ("mt_bench\n(hub)", "MT-Bench\n(hub)"),
+        ("dflash:n=8", "DFlash, n=8"),
+        ("plain", "plain decoding"),
+        ("eagle3 (temperature 1)", "EAGLE-3 (temperature 1)"),
+        ("own.jsonl", "own.jsonl"),
+        ("speedup.decode", "speed-up over plain decoding"),
+        ("", ""),
+        ("12", "12"),
+        ("gsm8k_mine", "gsm8k_mine"),
     ],
-)  # fmt: skip
+)
 def test_names_are_those_that_papers_print(text: str, words: str) -> None:
     assert in_print(text) == words
 

@@ -37,9 +37,13 @@ WIDTHS = (1, 2, 4, 8, 16)
 def of_run(line: LinearCost) -> dict[str, Any]:
     seconds = {str(width): line.at(width) for width in WIDTHS}
     return {
-        "rows": 1, "context": 128, "seconds": seconds, "bandwidth": 1e3, "products": 1e9,
+        "rows": 1,
+        "context": 128,
+        "seconds": seconds,
+        "bandwidth": 1e3,
+        "products": 1e9,
         "size": asdict(replace(SIZE, attention=())),
-    }  # fmt: skip
+    }
 
 
 @each(
@@ -122,9 +126,17 @@ def profiled(layers: int = 2) -> Profiled:
         RATES, SIZE, forwards, (draft,), (HostOverhead("ar", 1, 0.01), HostOverhead("dflash", 1, 0.02))
     )
     about = {
-        "model": "m", "target": "org/m", "methods": ["dflash"], "layers": 2, "all_layers": layers,
-        "random_weights": True, "device": "cpu", "dtype": "float32", "threads": 1, "engine": "transformers",
-    }  # fmt: skip
+        "model": "m",
+        "target": "org/m",
+        "methods": ["dflash"],
+        "layers": 2,
+        "all_layers": layers,
+        "random_weights": True,
+        "device": "cpu",
+        "dtype": "float32",
+        "threads": 1,
+        "engine": "transformers",
+    }
     full = replace(SIZE, num_layers=layers, attention=(AttentionCost(layers, None, 8, 16),))
     acceptance = {"dflash": (4.0, "as given")}
     estimated = places(at_full_depth(measured, full), acceptance) if layers > 2 else []

@@ -18,15 +18,24 @@ from helpers.rows import failed
 
 Main = Callable[..., tuple[int, str, str]]
 NOT_SERVED: dict[str, Any] = {
-    "output_throughput": "fast", "completed": "many", "failed": True, "max_concurrency": 1.5,
-    "mean_tpot_ms": float("nan"), "mean_ttft_ms": -1, "spec_decode_acceptance_rate": "38",
-    "spec_decode_num_drafts": 10**400, "spec_decode_accepted_tokens": [1],
+    "output_throughput": "fast",
+    "completed": "many",
+    "failed": True,
+    "max_concurrency": 1.5,
+    "mean_tpot_ms": float("nan"),
+    "mean_ttft_ms": -1,
+    "spec_decode_acceptance_rate": "38",
+    "spec_decode_num_drafts": 10**400,
+    "spec_decode_accepted_tokens": [1],
     "spec_decode_per_position_acceptance_rates": [0.9, "0.8"],
-}  # fmt: skip
+}
 EDITS: dict[str, dict[str, Any]] = {
-    "no-number": {"schema": "1"}, "no-identity": {"identity": []}, "no-environment": {"environment": None},
-    "no-command": {"command": None}, "later": {"schema": 99},
-}  # fmt: skip
+    "no-number": {"schema": "1"},
+    "no-identity": {"identity": []},
+    "no-environment": {"environment": None},
+    "no-command": {"command": None},
+    "later": {"schema": 99},
+}
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +104,15 @@ TABLE = [
     ("compare run --compat zlab --by turn", "--compat --by"),
     ("compare run --compat zlab --against paper", "--compat"),
     ("compare run again -o x.html --json", "--json --out"),
-    *[(f"compare {name}", f"{name}/run.json {what}") for name, what in (
-        ("no-number", ""), ("no-identity", ""), ("no-environment", "environment"), ("no-command", "command"),
-    )],
+    *[
+        (f"compare {name}", f"{name}/run.json {what}")
+        for name, what in (
+            ("no-number", ""),
+            ("no-identity", ""),
+            ("no-environment", "environment"),
+            ("no-command", "command"),
+        )
+    ],
     ("compare hub --against paper", "'nano'"),
     ("compare warm --against paper:Qwen3-4B", "Qwen3-4B `temperature 0.7`"),
     ("compare other-7b --against paper", "'my/Other-7B'"),
@@ -127,10 +142,17 @@ TABLE = [
     ("report later", "`schema 99` update"),
     *[(f"{command} absent", "absent") for command in ("report", "card", "plot")],
     *[(f"{command} unfinished", "unfinished --allow") for command in ("report", "card", "plot")],
-    *[(f"{command} failed{rest}", "failed `2 answers`") for command, rest in (
-        ("compare", ""), ("movie", ""), ("plot", ""), ("card", " --hub hub"), ("report", " --format latex"),
-        ("report", " --by category"),
-    )],
+    *[
+        (f"{command} failed{rest}", "failed `2 answers`")
+        for command, rest in (
+            ("compare", ""),
+            ("movie", ""),
+            ("plot", ""),
+            ("card", " --hub hub"),
+            ("report", " --format latex"),
+            ("report", " --by category"),
+        )
+    ],
     ("plot run --format gif", "'gif' pdf pgf png svg"),
     ("plot run again", "-o"),
     ("plot run --allow dtype", "'dtype' damaged doubled foreign invalid"),
@@ -145,7 +167,7 @@ TABLE = [
     ("card public --hub file", "file"),
     ("card alone --hub card --allow unfinished", "alone plain"),
     ("index empty", "empty"),
-]  # fmt: skip
+]
 
 
 @each("words, named", TABLE)

@@ -185,16 +185,22 @@ def test_the_words_of_findings_are_as_stored() -> None:
 @each(
     "rows, identity",
     [
-        (steady(), None), (steady(20), None), ([*pair("first", [0, 0, 0], order=-1), *steady()], None),
-        *[(steady(settings=Settings(thinking=thinking)), made_with(trained_thinking=trained))
-          for thinking, trained in ((True, True), (False, False), (None, True), (True, None))],
-        (steady(), made_with(verifier="/models/qwen3-8b/")), (steady(), made_with(verifier=None)),
+        (steady(), None),
+        (steady(20), None),
+        ([*pair("first", [0, 0, 0], order=-1), *steady()], None),
+        *[
+            (steady(settings=Settings(thinking=thinking)), made_with(trained_thinking=trained))
+            for thinking, trained in ((True, True), (False, False), (None, True), (True, None))
+        ],
+        (steady(), made_with(verifier="/models/qwen3-8b/")),
+        (steady(), made_with(verifier=None)),
         (changed(steady(), "ar", 2, finish_reason="length"), None),
         (changed(steady(), "ar", 6, decode_s=0.13), None),
-        (steady(), {"judge": JUDGE | {"weights": "separate"}}), (steady(), {"judge": None}),
+        (steady(), {"judge": JUDGE | {"weights": "separate"}}),
+        (steady(), {"judge": None}),
         (steady(), {"network": "transformers", "fallback": None}),
     ],
-)  # fmt: skip
+)
 def test_nothing_is_found_where_nothing_is_wrong(rows: Sequence[Answer], identity: dict[str, Any] | None) -> None:
     assert found(rows, identity) == []
 
@@ -208,17 +214,22 @@ FROM_AFAR = record("dflash", "p", generation([0, 0, 0, 3], 4, drafted=(0, 0, 0, 
         (half_slow(), {"unclear"}),
         (answers_of(DEAD), {"dead_draft", "slower"}),
         (answers_of([0] * 3, block=0), {"nothing_drafted"}),
-        (changed(answers_of([1, 1, 0, 1]), "dflash", 24, verify_s=(0.04,) * 4, round_s=(0.048,) * 4, decode_s=0.192),
-         {"slower"}),
+        (
+            changed(answers_of([1, 1, 0, 1]), "dflash", 24, verify_s=(0.04,) * 4, round_s=(0.048,) * 4, decode_s=0.192),
+            {"slower"},
+        ),
         # Rounds that do not draft say nothing of the first token.
         ([row for n in range(24) for row in (plain(f"p{n}", 7), replace(FROM_AFAR, prompt_id=f"p{n}"))], {"slower"}),
         # What measures the engine has no bad draft.
-        *[(answers_of(rounds, label), {"slower"} - ({"slower"} if rounds is WHOLE else set()))
-          for rounds in (DEAD, POOR, WHOLE) for label in ("random", "oracle:15", "synthetic:rates=0.9")],
+        *[
+            (answers_of(rounds, label), {"slower"} - ({"slower"} if rounds is WHOLE else set()))
+            for rounds in (DEAD, POOR, WHOLE)
+            for label in ("random", "oracle:15", "synthetic:rates=0.9")
+        ],
         # Two nodes, one below the other, both kept: that the tree was small cannot be told from the counts.
         (as_method("eagle3-tree:3", answers_of([2, 2, 1], block=2)), set()),
     ],
-)  # fmt: skip
+)
 def test_a_fault_brings_no_other(rows: Sequence[Answer], kinds: set[str]) -> None:
     assert {finding.kind for finding in found(rows)} - {"imposed"} == kinds
 

@@ -85,10 +85,12 @@ def test_few_prompts_are_said() -> None:
 
 @pytest.mark.parametrize(
     "rows",
-    [[record("p1", "dflash", generation([1, 2]))],
-     [record(method, "p1", generation([], decode_s=0.0)) for method in ("ar", "dflash")]],
+    [
+        [record("p1", "dflash", generation([1, 2]))],
+        [record(method, "p1", generation([], decode_s=0.0)) for method in ("ar", "dflash")],
+    ],
     ids=["none", "of one token"],
-)  # fmt: skip
+)
 def test_without_a_plain_speed_there_is_no_number(rows: list[Answer]) -> None:
     text = of(rows)
     assert "n/a" in text and "There is no speed-up" in text

@@ -70,8 +70,10 @@ def test_methods_that_differ_in_one_option_make_a_sweep_in_the_order_of_its_valu
     sweep, curve = only(document(tmp_path, swept(shuffled)).sweeps)
     assert (sweep.option, sweep.unit, curve.series) == ("block", "tokens", "dflash")
     assert [(point.value, point.method) for point in curve.points] == [
-        (4, "dflash:block=4"), (8, "dflash:block=8"), (16, "dflash:block=16")
-    ]  # fmt: skip
+        (4, "dflash:block=4"),
+        (8, "dflash:block=8"),
+        (16, "dflash:block=16"),
+    ]
 
 
 @each(
@@ -182,9 +184,7 @@ def test_the_plot_has_both_figures_with_the_mean_first_and_a_ring_around_the_bes
     assert "sweep" in plots.names_for(made)
     axes = [each for each in drawn(made).axes if each.get_visible()]
     assert [each.get_ylabel() for each in axes] == ["tokens per round", "speed-up"] * 3
-    assert [each.get_title() for each in axes[::2]] == [
-        "mean over 2 suites", "gsm8k (embedded)", "math500"
-    ]  # fmt: skip
+    assert [each.get_title() for each in axes[::2]] == ["mean over 2 suites", "gsm8k (embedded)", "math500"]
     assert [tick.get_text() for tick in axes[0].get_xticklabels()] == ["4", "8"]
     (ring,) = [line for line in axes[1].lines if line.get_fillstyle() == "none"]
     assert ring.get_xdata().tolist() == [8]  # type: ignore[union-attr]

@@ -18,10 +18,19 @@ from helpers import runs
 from helpers.each import each
 
 READING = [
-    "report --full", "report --by category", "compare @2 @1", "compare @1 --compat zlab", "runs", "card",
-    "replay --n 2", "check results/runs/2026-01-02-after --all --no-rescore", "suites", "methods",
-    "methods dflash", "models",
-]  # fmt: skip
+    "report --full",
+    "report --by category",
+    "compare @2 @1",
+    "compare @1 --compat zlab",
+    "runs",
+    "card",
+    "replay --n 2",
+    "check results/runs/2026-01-02-after --all --no-rescore",
+    "suites",
+    "methods",
+    "methods dflash",
+    "models",
+]
 LONGEST = 10
 """Letters of a word that fits any terminal; a longer one is a name, which stays whole."""
 

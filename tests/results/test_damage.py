@@ -80,16 +80,22 @@ DAMAGES: dict[str, tuple[str, Change, str]] = {
     "a speed that is text": ("dflash", scaled(beta_fast="x"), "beta_fast of its rotary scaling cannot be 'x'"),
     "a factor of nothing": ("dflash", scaled(factor=0), r"rotary scaling .* gives no valid angles"),
     "a type for too few layers": (
-        "dflash", config(layer_types=["full_attention"] * 2), "layer_types names 2 layers, num_hidden_layers 1",
+        "dflash",
+        config(layer_types=["full_attention"] * 2),
+        "layer_types names 2 layers, num_hidden_layers 1",
     ),
     "fused beside single projections": (
-        "dflash", tensor("layers.0.self_attn.qkv_proj.weight", lambda _: torch.ones(64, 32)), "surplus tensor .*qkv",
+        "dflash",
+        tensor("layers.0.self_attn.qkv_proj.weight", lambda _: torch.ones(64, 32)),
+        "surplus tensor .*qkv",
     ),
     "fp8 without its scales": (
-        "dflash", tensor("fc.weight", lambda fc: fc.to(torch.float8_e4m3fn)), "holds torch.float8_e4m3fn: quantised",
+        "dflash",
+        tensor("fc.weight", lambda fc: fc.to(torch.float8_e4m3fn)),
+        "holds torch.float8_e4m3fn: quantised",
     ),
     "complex weights": ("dflash", tensor("norm.weight", lambda w: w.to(torch.complex64)), "holds torch.complex64"),
-}  # fmt: skip
+}
 
 
 @each("what", DAMAGES)
@@ -157,7 +163,7 @@ def test_a_depth_that_is_given_is_not_told_as_the_drafts_own(model: Path) -> Non
         (lambda c, _: c["dflash_config"].update(target_layer_ids=[0, 4]), "taps layer 4, but the target has layers 0"),
         (lambda c, _: c["dflash_config"].update(target_layer_ids=[-1, 2]), "taps layer -1"),
     ],
-)  # fmt: skip
+)
 def test_without_a_target_a_file_is_held_to_what_it_says_itself(
     damage: Change, message: str, changed: Callable[[str, Change], Path]
 ) -> None:

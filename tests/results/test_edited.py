@@ -149,9 +149,18 @@ def test_a_baseline_with_any_value_anywhere_is_read_or_one_line(
 
 
 @each(
-    "name", ["part-abc.parquet", "part-1.parquet", "part-000003-000001.parquet", "part-.parquet", "part-٣٣٣٣٣٣.parquet",
-             "part-000001-000001.parquet", "part-000001 (copy).parquet", "part-000000-abc.parquet"]
-)  # fmt: skip
+    "name",
+    [
+        "part-abc.parquet",
+        "part-1.parquet",
+        "part-000003-000001.parquet",
+        "part-.parquet",
+        "part-٣٣٣٣٣٣.parquet",
+        "part-000001-000001.parquet",
+        "part-000001 (copy).parquet",
+        "part-000000-abc.parquet",
+    ],
+)
 def test_a_stray_among_the_parts_is_named(name: str, tmp_path: Path, main: Main) -> None:
     run = stored(tmp_path / "run", answers(2))
     shutil.copy(run / "part-000000.parquet", run / name)

@@ -123,12 +123,14 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], int]] = {
     "a row of another verdict": (change(exactness="fine"), 1),
     "a part that was edited": (lambda run: edited(run / "part-000001.parquet"), 1),
     "a part that the run did not write": (
-        lambda run: shutil.copy(run / "part-000000.parquet", run / "part-000099.parquet"), 0,
+        lambda run: shutil.copy(run / "part-000000.parquet", run / "part-000099.parquet"),
+        0,
     ),
     "a part that hides others, and that the run did not write": (
-        lambda run: shutil.copy(run / "part-000005.parquet", run / "part-000000-000008.parquet"), 0,
+        lambda run: shutil.copy(run / "part-000005.parquet", run / "part-000000-000008.parquet"),
+        0,
     ),
-}  # fmt: skip
+}
 
 
 def problems(run: Path) -> bool:

@@ -146,24 +146,30 @@ def moved(by: float) -> Callable[[Row], Row]:
 
 
 def excused(tolerance: float, gap: float) -> Callable[[Row], Row]:
-    return lambda row: {
-        "audit": "near_tie", "audit_index": 2, "audit_gap": gap, "audit_tolerance": tolerance,
-    }  # fmt: skip
+    return lambda row: {"audit": "near_tie", "audit_index": 2, "audit_gap": gap, "audit_tolerance": tolerance}
 
 
 EDITS: dict[str, tuple[Callable[[Row], Row], Callable[[], Callable[[Row], bool]], str]] = {
     "decode_s a third of its rounds": (
-        lambda row: {"decode_s": 0.3 * sum(row["round_s"])}, lambda: once("dflash"), "its rounds took longer than",
+        lambda row: {"decode_s": 0.3 * sum(row["round_s"])},
+        lambda: once("dflash"),
+        "its rounds took longer than",
     ),
     "decode_s twice its rounds": (
-        lambda row: {"decode_s": 2 * row["decode_s"]}, lambda: once("ar"), "its rounds took less than decode_s",
+        lambda row: {"decode_s": 2 * row["decode_s"]},
+        lambda: once("ar"),
+        "its rounds took less than decode_s",
     ),
     "a shared row's decode_s halved": (
-        lambda row: {"decode_s": row["decode_s"] / 2}, lambda: once("dflash", 3), "its rounds took longer than",
+        lambda row: {"decode_s": row["decode_s"] / 2},
+        lambda: once("dflash", 3),
+        "its rounds took longer than",
     ),
     "all times of a row halved": (
         # Where it now lies another answer may have been measured.
-        every_time(0.5), lambda: once("eagle3-tree"), "do not add up to what the run|while another answer was",
+        every_time(0.5),
+        lambda: once("eagle3-tree"),
+        "do not add up to what the run|while another answer was",
     ),
     "all times of all rows halved": (every_time(0.5), lambda: lambda _: True, "do not add up to what the run"),
     "decode_s and its rounds halved": (
@@ -177,7 +183,9 @@ EDITS: dict[str, tuple[Callable[[Row], Row], Callable[[], Callable[[Row], bool]]
         "drafting and verifying took longer than their round",
     ),
     "an interval without room for its times": (
-        lambda row: {"end_s": row["start_s"] + row["decode_s"] / 2}, lambda: once("ar"), "are longer than from start_s",
+        lambda row: {"end_s": row["start_s"] + row["decode_s"] / 2},
+        lambda: once("ar"),
+        "are longer than from start_s",
     ),
     "one answer beside others": (
         lambda row: {"start_s": 0.0},
@@ -223,12 +231,16 @@ EDITS: dict[str, tuple[Callable[[Row], Row], Callable[[], Callable[[Row], bool]]
         "it has more thinking than tokens or text",
     ),
     "thinking without a token": (
-        lambda row: {"num_thinking_chars": 1}, lambda: once("ar"), "it has more thinking than tokens or text",
+        lambda row: {"num_thinking_chars": 1},
+        lambda: once("ar"),
+        "it has more thinking than tokens or text",
     ),
     "an audit of float32 that excuses 25 logits": (
-        excused(26, 25), lambda: once("dflash"), "a verdict excuses more than rounding can",
+        excused(26, 25),
+        lambda: once("dflash"),
+        "a verdict excuses more than rounding can",
     ),
-}  # fmt: skip
+}
 
 
 @each("what", EDITS)
@@ -267,13 +279,15 @@ def test_a_row_that_was_edited_is_measured_again(run: Path, monkeypatch: pytest.
 TOLD = {
     "texts": (lambda row: {"text": row["text"] + " #### 42"}, "text", "its text is not what its tokens say"),
     "thinking": (
-        lambda row: {"num_thinking_tokens": 5, "num_thinking_chars": 1}, "text", "its text is not what its tokens say",
+        lambda row: {"num_thinking_tokens": 5, "num_thinking_chars": 1},
+        "text",
+        "its text is not what its tokens say",
     ),
     "all right": (lambda row: {"passed": True}, "score", "scored right, but gsm8k_number says wrong"),
     "all wrong": (lambda row: {"passed": False}, "score", "scored wrong, but gsm8k_number says right"),
     "answers": (lambda row: {"answer": "1234567"}, "score", "its answer is not what gsm8k_number takes from its text"),
     "values": (lambda row: {"score": 0.5}, "score", "scored 0.5, but gsm8k_number says None"),
-}  # fmt: skip
+}
 
 
 @each("what", TOLD)
@@ -433,8 +447,10 @@ def told_as_one(sound: Callable[..., Generation]) -> Callable[..., Generation]:
     return generation
 
 
-RULES = {"decode_s halved": (halved, ("ar", "dflash"), "its rounds took longer than decode_s"),
-         "rounds told as one": (told_as_one, ("dflash",), "cannot be right: a round "),}  # fmt: skip
+RULES = {
+    "decode_s halved": (halved, ("ar", "dflash"), "its rounds took longer than decode_s"),
+    "rounds told as one": (told_as_one, ("dflash",), "cannot be right: a round "),
+}
 
 
 @each("what", RULES)

@@ -266,8 +266,10 @@ def test_a_run_knows_what_is_done_and_continues_after_it(tmp_path: Path) -> None
         assert [store.key(row) for row in run.stored.values()] == keys
         run.append([plain("p1", 3)])
     assert sorted(os.listdir(folder)) == [
-        *(f"part-00000{number}.parquet" for number in range(3)), "parts.sha256", "run.json",
-    ]  # fmt: skip
+        *(f"part-00000{number}.parquet" for number in range(3)),
+        "parts.sha256",
+        "run.json",
+    ]
     assert len(store.load(folder)[1]) == 4
 
 

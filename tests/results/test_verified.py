@@ -34,9 +34,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.rmtree(folder / "dflash")
     head = MarkovConfig(markov_rank=8, markov_head_type="gated", enable_confidence_head=True)
     config = DFlashConfig(
-        head_dim=16, num_layers=1, block_size=4, mask_token_id=3, target_layer_ids=(0, 2), shifted_labels=True,
-        correction=head, **tiny.BODY,  # type: ignore[arg-type]
-    )  # fmt: skip
+        head_dim=16,
+        num_layers=1,
+        block_size=4,
+        mask_token_id=3,
+        target_layer_ids=(0, 2),
+        shifted_labels=True,
+        correction=head,
+        **tiny.BODY,  # type: ignore[arg-type]
+    )
     draft = DFlashDraft(config)
     initialise(draft, 0)
     with torch.no_grad():

@@ -80,35 +80,41 @@ def another_prompt(row: dict[str, Any]) -> dict[str, Any]:
 TAMPERED: dict[str, tuple[Callable[[Path], None], list[tuple[str, str, str]]]] = {
     "a deleted part": (
         delete_a_part,
-        [("ar", "unfinished", "5 of 24 answers missing, first p005"),
-         ("dflash", "unfinished", "5 of 24 answers missing, first p005")],
+        [
+            ("ar", "unfinished", "5 of 24 answers missing, first p005"),
+            ("dflash", "unfinished", "5 of 24 answers missing, first p005"),
+        ],
     ),
     "a copied part": (
         copy_a_part,
-        [("ar", "doubled", "5 answers twice, first p000"),
-         ("dflash", "doubled", "5 answers twice, first p000")],
+        [("ar", "doubled", "5 answers twice, first p000"), ("dflash", "doubled", "5 answers twice, first p000")],
     ),
     "a merged part copied": (
         lambda run: copied(run, "part-000050-000060.parquet"),
-        [("ar", "doubled", "5 answers twice, first p000"),
-         ("dflash", "doubled", "5 answers twice, first p000")],
+        [("ar", "doubled", "5 answers twice, first p000"), ("dflash", "doubled", "5 answers twice, first p000")],
     ),
     "a part hidden by a bogus merged one": (
         lambda run: copied(run, "part-000001-000002.parquet"),
-        [("ar", "unfinished", "10 of 24 answers missing, first p005"),
-         ("dflash", "unfinished", "10 of 24 answers missing, first p005"),
-         ("ar", "doubled", "5 answers twice, first p000"),
-         ("dflash", "doubled", "5 answers twice, first p000")],
+        [
+            ("ar", "unfinished", "10 of 24 answers missing, first p005"),
+            ("dflash", "unfinished", "10 of 24 answers missing, first p005"),
+            ("ar", "doubled", "5 answers twice, first p000"),
+            ("dflash", "doubled", "5 answers twice, first p000"),
+        ],
     ),
     "a missing suite": (
         without(suite="math500"),
-        [("ar", "unfinished", "2 of 2 answers missing, first p000"),
-         ("dflash", "unfinished", "2 of 2 answers missing, first p000")],
+        [
+            ("ar", "unfinished", "2 of 2 answers missing, first p000"),
+            ("dflash", "unfinished", "2 of 2 answers missing, first p000"),
+        ],
     ),
     "a missing method": (
         without(method="dflash"),
-        [("dflash", "unfinished", "24 of 24 answers missing, first p000"),
-         ("dflash", "unfinished", "2 of 2 answers missing, first p000")],
+        [
+            ("dflash", "unfinished", "24 of 24 answers missing, first p000"),
+            ("dflash", "unfinished", "2 of 2 answers missing, first p000"),
+        ],
     ),
     "a missing plain row": (
         without(method="ar", prompt_id="p007"),
@@ -116,12 +122,14 @@ TAMPERED: dict[str, tuple[Callable[[Path], None], list[tuple[str, str, str]]]] =
     ),
     "a prompt of another text": (
         lambda run: rewritten(run / "part-000000.parquet", another_prompt),
-        [("ar", "unfinished", "1 of 24 answers missing, first p003"),
-         ("dflash", "unfinished", "1 of 24 answers missing, first p003"),
-         ("ar", "foreign", "1 answer not in the plan, first p003"),
-         ("dflash", "foreign", "1 answer not in the plan, first p003")],
+        [
+            ("ar", "unfinished", "1 of 24 answers missing, first p003"),
+            ("dflash", "unfinished", "1 of 24 answers missing, first p003"),
+            ("ar", "foreign", "1 answer not in the plan, first p003"),
+            ("dflash", "foreign", "1 answer not in the plan, first p003"),
+        ],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -170,23 +178,39 @@ def test_each_answer_counts_once_whatever_is_allowed(run: Path, main: Main) -> N
 def test_a_whole_run_passes_with_failed_hidden_short_and_sampled_answers(tmp_path: Path, main: Main) -> None:
     """What is odd and legal: nothing of it may be refused."""
     rows = [
-        *pair("a", [4, 0, 2]), *failing(pair("b", [1]), first=1), *failing(failing(pair("c", [1])), "ar"),
-        *(record(method, "one", generation([], token_ids=(5,), decode_s=0.0, draft_prefill_s=0.0), exactness=exact)
-          for method, exact in (("ar", None), ("dflash", "exact"))),
-        *(record(method, "none", generation([], token_ids=(), decode_s=0.0), exactness=exact)
-          for method, exact in (("ar", None), ("dflash", "exact"))),
-        *(record(method, "hidden", generation(None), exactness=exact)
-          for method, exact in (("ar", None), ("dflash", "exact"))),
+        *pair("a", [4, 0, 2]),
+        *failing(pair("b", [1]), first=1),
+        *failing(failing(pair("c", [1])), "ar"),
+        *(
+            record(method, "one", generation([], token_ids=(5,), decode_s=0.0, draft_prefill_s=0.0), exactness=exact)
+            for method, exact in (("ar", None), ("dflash", "exact"))
+        ),
+        *(
+            record(method, "none", generation([], token_ids=(), decode_s=0.0), exactness=exact)
+            for method, exact in (("ar", None), ("dflash", "exact"))
+        ),
+        *(
+            record(method, "hidden", generation(None), exactness=exact)
+            for method, exact in (("ar", None), ("dflash", "exact"))
+        ),
         plain("cut", 3),
-        record("dflash", "cut", generation([4], 4, token_ids=(0, 1, 2, 3), emitted=(3,), finish_reason="length"),
-               exactness="exact"),
+        record(
+            "dflash",
+            "cut",
+            generation([4], 4, token_ids=(0, 1, 2, 3), emitted=(3,), finish_reason="length"),
+            exactness="exact",
+        ),
         *changed(pair("tie", [4, 0]), exactness="near_tie"),
         *changed(pair("control", [4, 0]), "ar", exactness="mismatch"),
-    ]  # fmt: skip
+    ]
     stored(tmp_path / "greedy", rows)
     assert results_table.read_run(tmp_path / "greedy").problems == ()
-    unlike = [replace(row, exactness=None, generation=replace(row.generation, token_ids=tuple(range(100, 109))))
-              if row.method == "dflash" else row for row in pair("a", [4, 0, 1])]  # fmt: skip
+    unlike = [
+        replace(row, exactness=None, generation=replace(row.generation, token_ids=tuple(range(100, 109))))
+        if row.method == "dflash"
+        else row
+        for row in pair("a", [4, 0, 1])
+    ]
     stored(tmp_path / "sampled", unlike, temperature=1.0)
     assert results_table.read_run(tmp_path / "sampled").problems == ()
     again = [replace(row, repeat=1, order=row.order + 100) for row in pair("a", [4, 0, 2])]
@@ -213,9 +237,10 @@ UNLIKE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no checksums": (lambda run: (run / "parts.sha256").unlink(), "run has no parts.sha256"),
     "a checksum that is gone": (
-        lambda run: _without_first_line(run / "parts.sha256"), "000000.parquet: parts.sha256 does not list it",
+        lambda run: _without_first_line(run / "parts.sha256"),
+        "000000.parquet: parts.sha256 does not list it",
     ),
-}  # fmt: skip
+}
 
 
 def _renamed_category(part: Path) -> None:
@@ -323,13 +348,15 @@ INVALID: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "emitted above accepted + 1": (first_round("emitted", 6), "a round does not emit one token more than it accepts"),
     "emitted nothing": (first_round("emitted", 0), "a round does not emit one token more than it accepts"),
     "tokens that no round emitted": (
-        lambda row: {"token_ids": [*row["token_ids"], 1]}, "its rounds do not add up to its tokens",
+        lambda row: {"token_ids": [*row["token_ids"], 1]},
+        "its rounds do not add up to its tokens",
     ),
     "a list that is shorter": (lambda row: {"draft_s": row["draft_s"][1:]}, "draft_s has more or fewer entries than"),
     "an unknown exactness": (set_to(exactness="fine"), "its exactness is unknown"),
     "no exactness": (set_to(exactness=None), "decoded greedily, but not compared with the plain answer"),
     "other tokens called exact": (
-        lambda row: {"token_ids": [*row["token_ids"][:-1], 999]}, "marked exact, but its tokens differ from the plain",
+        lambda row: {"token_ids": [*row["token_ids"][:-1], 999]},
+        "marked exact, but its tokens differ from the plain",
     ),
     "the same tokens called a near-tie": (
         set_to(exactness="near_tie", first_divergence=2, divergence_gap=0.0, divergence_tolerance=0.1),
@@ -337,13 +364,23 @@ INVALID: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     ),
     "a near-tie of no place": (set_to(exactness="near_tie"), "exactness is exact but has a place of divergence, or"),
     "a mismatch called a near-tie": (
-        lambda row: {"token_ids": [*row["token_ids"][:-1], 999], "exactness": "near_tie", "first_divergence": 2,
-                     "divergence_gap": 1.0, "divergence_tolerance": 0.1},
+        lambda row: {
+            "token_ids": [*row["token_ids"][:-1], 999],
+            "exactness": "near_tie",
+            "first_divergence": 2,
+            "divergence_gap": 1.0,
+            "divergence_tolerance": 0.1,
+        },
         "exactness contradicts its gap and tolerance",
     ),
     "a near-tie by a gap that is none": (
-        lambda row: {"token_ids": [*row["token_ids"][:-1], 999], "exactness": "near_tie", "first_divergence": 2,
-                     "divergence_gap": NAN, "divergence_tolerance": 0.1},
+        lambda row: {
+            "token_ids": [*row["token_ids"][:-1], 999],
+            "exactness": "near_tie",
+            "first_divergence": 2,
+            "divergence_gap": NAN,
+            "divergence_tolerance": 0.1,
+        },
         "exactness contradicts its gap and tolerance",
     ),
     "no audit": (set_to(audit=None), "not judged, although the run was"),
@@ -355,7 +392,8 @@ INVALID: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     ),
     "too few kinds of text": (set_to(text_kinds=[0]), "its tokens have other kinds of text than there are, or not one"),
     "an unknown kind of text": (
-        lambda row: {"text_kinds": [9] * len(row["token_ids"])}, "its tokens have other kinds of text than there are",
+        lambda row: {"text_kinds": [9] * len(row["token_ids"])},
+        "its tokens have other kinds of text than there are",
     ),
     "no score": (set_to(passed=None), "not scored, although the suite has a scorer"),
     "an unknown end": (set_to(finish_reason="tired"), "its finish_reason is unknown"),
@@ -363,13 +401,21 @@ INVALID: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "an error that hides a slow answer": (set_to(error="boom"), "error and finish_reason disagree about"),
     "a failure with a verdict": (set_to(error="boom", finish_reason="error"), "it failed, yet it has a verdict"),
     "no order": (set_to(order=None), "order is missing or negative"),
-}  # fmt: skip
+}
 
 
 ON_PAGES = (
-    "decode_s nan", "prefill_s None", "round_s nan", "verify_s inf", "draft_s -inf", "accepted below nothing",
-    "emitted nothing", "a list that is shorter", "an unknown exactness", "no order",
-)  # fmt: skip
+    "decode_s nan",
+    "prefill_s None",
+    "round_s nan",
+    "verify_s inf",
+    "draft_s -inf",
+    "accepted below nothing",
+    "emitted nothing",
+    "a list that is shorter",
+    "an unknown exactness",
+    "no order",
+)
 """Of each column that a plot reads, a value that would upset it; a page takes longer than all the rest."""
 
 

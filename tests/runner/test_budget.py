@@ -292,6 +292,9 @@ def test_several_settings_and_repeats_stay_together(clock: Clock, monkeypatch: p
     plan = WorkPlan((loaded(*prompts(3)),), ("ar", "dflash"), 2, (GREEDY, Settings(1.0)))
     items = list(plan.of_prompt(plan.suites[0], 1, True, 10))
     assert [(item.repeat, item.settings.temperature, item.order) for item in items] == [
-        (0, 0, 10), (0, 1, 12), (1, 0, 14), (1, 1, 16)
-    ]  # fmt: skip
+        (0, 0, 10),
+        (0, 1, 12),
+        (1, 0, 14),
+        (1, 1, 16),
+    ]
     assert [item.repeat_baseline for item in items] == [True, True, False, False]

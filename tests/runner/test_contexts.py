@@ -299,8 +299,9 @@ def test_other_settings_are_told_apart(tmp_path: Path) -> None:
     run = stored(tmp_path / "run", rows, settings=settings_to_json([NONE, SHORT, *warm]))
     series = by_context(read_document(run).cells)
     assert [(one.label, len(one.cells)) for one in series] == [
-        ("gsm8k (embedded; temperature 0)", 2), ("gsm8k (embedded; temperature 1)", 2),
-    ]  # fmt: skip
+        ("gsm8k (embedded; temperature 0)", 2),
+        ("gsm8k (embedded; temperature 1)", 2),
+    ]
 
 
 def test_the_plot_has_break_even_beside_acceptance(tmp_path: Path) -> None:

@@ -97,10 +97,13 @@ def test_the_template_renders_calls_and_tools(model: Path, tmp_path: Path) -> No
     "template, shown",
     [
         ("{{ m.content }}|", "42|more|"),
-        ("{% if m.reasoning_content and not loop.last %}({{ m.reasoning_content }}){% endif %}{{ m.content }}|",
-         "(So 41?)42|more|"),
+        (
+            "{% if m.reasoning_content and not loop.last %}({{ m.reasoning_content }}){% endif %}{{ m.content }}|",
+            "(So 41?)42|more|",
+        ),
         ("{{ m.content.split('</think>')[-1] }}|", "42|more|"),
-    ])  # fmt: skip
+    ],
+)
 def test_the_template_decides_about_earlier_thinking(model: Path, template: str, shown: str) -> None:
     text = "<think>So 41?</think>\n42"
     earlier = Generation((), text, "stop", 1, 0.1, 0.1, num_thinking_chars=len(text) - 2).as_message()
@@ -132,8 +135,9 @@ def test_a_session_is_answered_after_its_tools_by_all_methods_and_judged(model: 
     asked = len(tokenizer.encode(RENDERED, add_special_tokens=False))
     rows = [row for row in records if row.prompt_id == "0"]
     assert {(row.method, row.exactness, row.audit) for row in rows} == {
-        ("ar", "exact", "exact"), ("dflash", "exact", "exact"),
-    }  # fmt: skip
+        ("ar", "exact", "exact"),
+        ("dflash", "exact", "exact"),
+    }
     assert {row.generation.num_prompt_tokens for row in rows} == {asked}
     kept = run_info.read_prompts(Path("new"))[0]
     assert [message["role"] for message in kept["closing"]] == ["assistant", "tool"]

@@ -32,9 +32,11 @@ from helpers.work import WORDS, loaded, planned_info, prompts, rows_of, what_mat
 
 Main = Callable[..., tuple[int, str, str]]
 PLAN = WorkPlan(
-    (loaded(*prompts(5, 2)), loaded(*prompts(4), name="mbpp")), ("ar", "dflash", "eagle3"), repeats=2,
+    (loaded(*prompts(5, 2)), loaded(*prompts(4), name="mbpp")),
+    ("ar", "dflash", "eagle3"),
+    repeats=2,
     settings=(Settings(), Settings(temperature=0.5)),
-)  # fmt: skip
+)
 
 
 def backend() -> FakeBackend:
@@ -229,9 +231,15 @@ def test_a_run_with_workers_holds_the_rows_of_one_without(
 
 
 ENVIRONMENT = {
-    "platform": "Linux", "machine": "x86_64", "cpu": "a processor", "num_cores": 2, "num_usable_cores": 2,
-    "python": "3.11", "packages": {"torch": "2.13.0"}, "gpus": [],
-}  # fmt: skip
+    "platform": "Linux",
+    "machine": "x86_64",
+    "cpu": "a processor",
+    "num_cores": 2,
+    "num_usable_cores": 2,
+    "python": "3.11",
+    "packages": {"torch": "2.13.0"},
+    "gpus": [],
+}
 
 REFUSED = {
     "--workers 2 --ray-address 127.0.0.1:1": "--ray-address --device cpu cuda",

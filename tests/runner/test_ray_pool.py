@@ -150,8 +150,10 @@ def started(*words: str) -> subprocess.Popen[str]:
     places = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
         [sys.executable, "-m", "dflash_bench.cli", *words],
-        env=os.environ | {"PYTHONPATH": places, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        env=os.environ | {"PYTHONPATH": places, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def command(*words: str) -> tuple[int, str]:

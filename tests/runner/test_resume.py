@@ -78,10 +78,19 @@ def stopped(moment: str, number: int, *words: str) -> subprocess.CompletedProces
 
 def what_matters(records: list[Answer]) -> list[tuple[object, ...]]:
     return [
-        (store.key(row), row.order, row.prompt_hash, row.generation.token_ids, row.generation.text,
-         row.generation.accepted, row.exactness, row.answer, row.passed)
+        (
+            store.key(row),
+            row.order,
+            row.prompt_hash,
+            row.generation.token_ids,
+            row.generation.text,
+            row.generation.accepted,
+            row.exactness,
+            row.answer,
+            row.passed,
+        )
         for row in sorted(records, key=lambda row: row.order)
-    ]  # fmt: skip
+    ]
 
 
 def test_a_killed_run_continues_to_the_records_of_an_unbroken_one(

@@ -40,8 +40,12 @@ def test_dflash_is_measured_where_no_method_is_named() -> None:
 def test_draft_steps_are_those_of_the_dflash_that_says_none() -> None:
     chosen = methods_of(request(methods=("dflash", "dflash:3", "dflash:steps=4", "eagle3"), draft_steps="2"))
     assert [method.label for method in chosen] == [
-        "ar", "dflash:steps=2", "dflash:n=3,steps=2", "dflash:steps=4", "eagle3"
-    ]  # fmt: skip
+        "ar",
+        "dflash:steps=2",
+        "dflash:n=3,steps=2",
+        "dflash:steps=4",
+        "eagle3",
+    ]
 
 
 def test_a_block_size_is_that_of_the_dflash_without_a_number() -> None:

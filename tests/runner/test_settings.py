@@ -86,14 +86,21 @@ def test_each_prompt_is_asked_under_all_settings_before_the_next(tmp_path: Path)
     plan = WorkPlan((loaded(*prompts(2)),), ("ar", "dflash"), settings=(GREEDY, SAMPLED))
     records = Runs(tmp_path / "run")(plan, FakeBackend(), watch)
     assert [(row.prompt_id, row.settings.temperature, row.method) for row in records] == [
-        ("p0", 0, "ar"), ("p0", 0, "dflash"), ("p0", 1, "dflash"), ("p0", 1, "ar"),
-        ("p1", 0, "dflash"), ("p1", 0, "ar"), ("p1", 1, "ar"), ("p1", 1, "dflash"),
-    ]  # fmt: skip
+        ("p0", 0, "ar"),
+        ("p0", 0, "dflash"),
+        ("p0", 1, "dflash"),
+        ("p0", 1, "ar"),
+        ("p1", 0, "dflash"),
+        ("p1", 0, "ar"),
+        ("p1", 1, "ar"),
+        ("p1", 1, "dflash"),
+    ]
     assert [row.order for row in records] == list(range(8)) == list(range(plan.num_generations))
     # Only what is decoded greedily is judged.
     assert {(row.settings, row.exactness) for row in records if row.method == "dflash"} == {
-        (GREEDY, "exact"), (SAMPLED, None),
-    }  # fmt: skip
+        (GREEDY, "exact"),
+        (SAMPLED, None),
+    }
     assert "gsm8k · dflash temperature 1" in watch.told and "gsm8k · dflash" not in watch.told
 
 
@@ -236,8 +243,11 @@ def cells(run: Path) -> dict[tuple[str, str], Cell]:
 def test_each_settings_have_figures_of_their_own_against_their_own_baseline(tmp_path: Path) -> None:
     both_cells = cells(of_both(tmp_path / "run"))
     assert list(both_cells) == [
-        ("temperature 0", "ar"), ("temperature 0", "dflash"), ("temperature 1", "ar"), ("temperature 1", "dflash"),
-    ]  # fmt: skip
+        ("temperature 0", "ar"),
+        ("temperature 0", "dflash"),
+        ("temperature 1", "ar"),
+        ("temperature 1", "dflash"),
+    ]
     alone = cells(stored(tmp_path / "alone", answers(settings=GREEDY), settings=settings_to_json([GREEDY])))
     assert both_cells["temperature 0", "dflash"].figures == alone["", "dflash"].figures
     assert both_cells["temperature 1", "dflash"].value("al.pooled") == pytest.approx(11 / 4)
@@ -253,8 +263,9 @@ def test_every_form_of_report_names_the_settings_of_a_run_of_several(tmp_path: P
     assert "dflash (temperature 1)" in main("card", "run")[1]
     material = Material(read_document(run))
     assert [material.label(group) for group in material.groups] == [
-        "gsm8k (embedded)\ntemperature 0", "gsm8k (embedded)\ntemperature 1",
-    ]  # fmt: skip
+        "gsm8k (embedded)\ntemperature 0",
+        "gsm8k (embedded)\ntemperature 1",
+    ]
     for name in plots.names_for(material):
         # In a sweep temperature is what the axis shows.
         assert ("temperature" if name == "sweep" else "temperature 1") in plots.svg(material, name), name
@@ -271,8 +282,9 @@ def test_compare_pairs_cells_of_the_same_settings(tmp_path: Path, main: Main) ->
     stored(tmp_path / "after", answers(settings=GREEDY, seed=1), settings=settings_to_json([GREEDY]))
     found = compared([tmp_path / "before", tmp_path / "after"])
     assert {(change["suite"], change["method"]) for change in found.json["changes"]} == {
-        ("gsm8k", "ar"), ("gsm8k", "dflash"),
-    }  # fmt: skip
+        ("gsm8k", "ar"),
+        ("gsm8k", "dflash"),
+    }
     dflash = next(change for change in found.json["changes"] if change["method"] == "dflash")
     assert dflash["ratios"]["al.pooled"]["ratio"] == [1, 1, 1]
     other = replace(SAMPLED, temperature=0.5)
@@ -293,8 +305,10 @@ def test_the_gate_judges_each_settings_against_their_own(tmp_path: Path, main: M
     worse = both()
     worse = [
         replace(row, generation=drafted(row.prompt_id, [0, 0, 3, 0, 0, 2], order=row.order).generation)
-        if (row.settings, row.method) == (SAMPLED, "dflash") else row for row in worse
-    ]  # fmt: skip
+        if (row.settings, row.method) == (SAMPLED, "dflash")
+        else row
+        for row in worse
+    ]
     of_both(tmp_path / "worse", worse)
     status, out, _ = main("check", "worse", "--baseline", "base.json")
     assert status == 1
@@ -392,9 +406,7 @@ def test_answers_that_are_cut_while_they_think_are_wrong_and_counted(main: Calla
 
 def test_a_round_belongs_to_the_part_in_which_it_begins() -> None:
     # Rounds begin after 1, 6, 11, ... tokens; thinking ends within the second.
-    rows = [
-        replace(row, generation=replace(row.generation, num_thinking_tokens=7)) for row in pair("a", [4, 4, 2, 4])
-    ]  # fmt: skip
+    rows = [replace(row, generation=replace(row.generation, num_thinking_tokens=7)) for row in pair("a", [4, 4, 2, 4])]
     found = frame_of(rows, by="part")
     own = found[found["method"] == "dflash"]
     assert own["slice"].tolist() == ["thinking", "answer"]
@@ -413,9 +425,7 @@ def test_an_answer_without_thinking_has_one_part() -> None:
 def test_a_round_belongs_to_the_kind_of_text_of_its_first_token() -> None:
     # Rounds begin with tokens 1, 6, 11 and 14; kinds alternate, and those of one kind are one stretch.
     kinds = [0] * 6 + [1] * 5 + [0] * 3 + [2] * 5
-    rows = [
-        replace(row, measured={"text_kinds": tuple(kinds)}) for row in pair("a", [4, 4, 2, 4])
-    ]  # fmt: skip
+    rows = [replace(row, measured={"text_kinds": tuple(kinds)}) for row in pair("a", [4, 4, 2, 4])]
     found = frame_of(rows, by="text-kind")
     own = found[found["method"] == "dflash"]
     assert own["slice"].tolist() == ["prose", "code", "json"]
@@ -433,7 +443,7 @@ def test_compare_and_report_tell_the_parts_apart(tmp_path: Path, main: Main) -> 
     thinks = Settings(thinking=True)
     rows = [
         replace(row, settings=thinks, generation=replace(row.generation, num_thinking_tokens=6)) for row in answers()
-    ]  # fmt: skip
+    ]
     stored(tmp_path / "run", rows, settings=settings_to_json([thinks]))
     out = main("compare", "run", "--by", "part")[1]
     assert "thinking" in out and "answer" in out
@@ -452,9 +462,7 @@ def test_a_lossy_method_is_scored_and_never_judged(tmp_path: Path, main: Main, m
     assert {(row.method, row.exactness, row.audit) for row in records if row.method == "rough"} == {
         ("rough", None, None)
     }
-    rows = [
-        replace(row, method="rough", exactness=None) if row.method == "dflash" else row for row in answers()
-    ]  # fmt: skip
+    rows = [replace(row, method="rough", exactness=None) if row.method == "dflash" else row for row in answers()]
     stored(tmp_path / "run", rows, methods={})
     out = main("report", "run")[1]
     line = next(line for line in out.splitlines() if line.startswith("  rough"))

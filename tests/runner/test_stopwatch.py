@@ -293,15 +293,23 @@ def test_two_percent_and_a_millisecond_are_forgiven_and_no_count(
 @each(
     "hidden_s, waited, agrees",
     [
-        (0.0199, 0.0, True), (0.0201, 0.0, False), (0.0499, 0.03, True), (0.0501, 0.03, False),
-        (0.2499, None, True), (0.2501, None, False),
+        (0.0199, 0.0, True),
+        (0.0201, 0.0, False),
+        (0.0499, 0.03, True),
+        (0.0501, 0.03, False),
+        (0.2499, None, True),
+        (0.2501, None, False),
     ],
-)  # fmt: skip
+)
 @each("is_after", [False, True])
 def test_waiting_for_a_processor_is_no_work(
-    clock: list[float], monkeypatch: pytest.MonkeyPatch, hidden_s: float, waited: float | None, agrees: bool,
+    clock: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    hidden_s: float,
+    waited: float | None,
+    agrees: bool,
     is_after: bool,
-) -> None:  # fmt: skip
+) -> None:
     held = [None if waited is None else 0.0]
     monkeypatch.setattr(stopwatch, "waited_s", lambda: held[0])
     with Stopwatch() as watch:

@@ -74,9 +74,12 @@ def cut(dialect: str, rounds: int, drafted: int, accepted: int) -> dict[str, Any
     """An answer of 46 tokens with these counts, by position as far as that can be made up."""
     at = [min(rounds, accepted), *[0] * 6]
     return {
-        "dialect": dialect, "counts": lambda _: Count(rounds, drafted, accepted, at), "block": 7,
-        "answer": lambda *_: range(10, 56), "counts_positions": False,
-    }  # fmt: skip
+        "dialect": dialect,
+        "counts": lambda _: Count(rounds, drafted, accepted, at),
+        "block": 7,
+        "answer": lambda *_: range(10, 56),
+        "counts_positions": False,
+    }
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "vllm by request", "sglang", "llamacpp", "tensorrt_llm", "lmdeploy"])

@@ -29,8 +29,10 @@ def opened(server: FakeServer, access: Access | None = None, **changes: Any) -> 
 def test_names_are_methods_and_plain_comes_first() -> None:
     addresses = parse(["dflash@a=https://Host:8/x/v1", "plain=http://127.0.0.1:8000", "dflash=http://[::1]:9/"])
     assert [(one.method.label, one.url) for one in addresses] == [
-        ("ar", "http://127.0.0.1:8000"), ("dflash@a", "https://host:8/x"), ("dflash", "http://[::1]:9"),
-    ]  # fmt: skip
+        ("ar", "http://127.0.0.1:8000"),
+        ("dflash@a", "https://host:8/x"),
+        ("dflash", "http://[::1]:9"),
+    ]
     assert parse(["ar=http://a"])[0].method.label == "ar"
 
 
@@ -82,10 +84,14 @@ def test_a_server_is_known_by_its_pages(dialect: str, version: str | None) -> No
     with FakeServer(dialect=dialect) as server, opened(server) as backend:
         about = backend.describe()
     assert about["servers"]["ar"] | {"facts": {}} == {
-        "address": server.url, "dialect": dialect, "version": version, "model": "fake-model", "prompts": "chat",
+        "address": server.url,
+        "dialect": dialect,
+        "version": version,
+        "model": "fake-model",
+        "prompts": "chat",
         "prefix_cache": {"vllm": "flushed", "sglang": "flushed", "llamacpp": "off"}.get(dialect, "unknown"),
         "facts": {},
-    }  # fmt: skip
+    }
     assert about["dtype"] == ("float32" if dialect == "sglang" else "unknown")
     assert {path for path, body, _ in server.asked if body} == set()
 
@@ -184,11 +190,13 @@ def test_counters_are_read_over_all_engines() -> None:
     assert prometheus.parse(METRICS, ALL) == CounterPage(
         "vllm.counters",
         {
-            "spec_decode_num_drafts": 12, "spec_decode_num_draft_tokens": 150, "spec_decode_num_accepted_tokens": 40,
+            "spec_decode_num_drafts": 12,
+            "spec_decode_num_draft_tokens": 150,
+            "spec_decode_num_accepted_tokens": 40,
             "generation_tokens": 55,
         },
         {0: 10, 12: 3},
-    )  # fmt: skip
+    )
     plain = prometheus.parse("llamacpp:tokens_predicted_total 7\nvllm 3\n", ALL)
     assert plain is not None
     assert not plain.count_rounds

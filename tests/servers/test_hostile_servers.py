@@ -183,10 +183,14 @@ def test_a_value_or_a_line_of_metrics(dialect: str) -> None:
 ROLES = {
     "rounds": ("num_spec_steps", "spec_verify_ct"),
     "drafted": ("num_draft_tokens", "total_draft_tokens", "spec_proposed_drafts", "draft_n"),
-    "accepted": ("num_accepted_draft_tokens", "total_accepted_draft_tokens", "spec_accepted_drafts",
-                 "draft_n_accepted"),
+    "accepted": (
+        "num_accepted_draft_tokens",
+        "total_accepted_draft_tokens",
+        "spec_accepted_drafts",
+        "draft_n_accepted",
+    ),
     "tokens": ("completion_tokens", "predicted_n"),
-}  # fmt: skip
+}
 
 
 def replaced(event: Any, names: tuple[str, ...], value: Any) -> Any:
@@ -317,16 +321,18 @@ def endless(kind: str) -> dict[str, Any]:
     large = b"x" * (1 << 18)
     event = json.dumps({"choices": [{"text": large.decode(), "token_ids": [7]}]}).encode()
     streams = {
-        "line": lambda: forever(large), "comments": lambda: forever(b": still here\n" * 1000),
+        "line": lambda: forever(large),
+        "comments": lambda: forever(b": still here\n" * 1000),
         "empty events": lambda: forever(b"data: {}\n\n" * 1000),
         "events without tokens": lambda: forever(b'data: {"choices": [{"text": ""}]}\n\n' * 1000),
         "text in one event": lambda: forever(b"data: " + event + b"\n\n"),
         "tokens": lambda: forever(b'data: {"choices": [{"text": "x", "token_ids": [7]}]}\n\n' * 1000),
-        "silence": lambda: forever(b""), "informational": lambda: forever(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000),
+        "silence": lambda: forever(b""),
+        "informational": lambda: forever(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000),
         "head": lambda: forever(b"X: y\r\n" * 1000, b"HTTP/1.1 200 OK\r\n"),
         "error": lambda: forever(large, b"HTTP/1.1 500 No\r\n\r\n"),
         "drip": lambda: (piece for _ in iter(int, 1) for piece in (b"", b"H")),
-    }  # fmt: skip
+    }
     if kind.startswith("page "):
         path = kind.removeprefix("page ")
         start = {"/metrics": b"", "/v1/models": b"[" * 1000}.get(path, b"{")
@@ -352,6 +358,18 @@ def test_what_does_not_end_is_cut_in_time_and_takes_no_memory() -> None:
 
 
 ENDLESS = [
-    "page /v1/models", "page /metrics", "page /server_info", "error", "head", "informational", "line", "comments",
-    "empty events", "events without tokens", "text in one event", "tokens", "silence", "drip",
-]  # fmt: skip
+    "page /v1/models",
+    "page /metrics",
+    "page /server_info",
+    "error",
+    "head",
+    "informational",
+    "line",
+    "comments",
+    "empty events",
+    "events without tokens",
+    "text in one event",
+    "tokens",
+    "silence",
+    "drip",
+]

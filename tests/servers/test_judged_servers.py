@@ -57,9 +57,13 @@ def served(main: Main, engine: Tokens) -> Iterator[Callable[..., tuple[int, str,
         ends = frozenset(tokens[-1] for tokens in engine.values() if len(tokens) < 24)
         plain = FakeServer(answer=lambda prompt, _: engine[prompt], ends=ends, text=nano_text)
         other = FakeServer(
-            answer=lambda prompt, _: bent(engine[prompt]), ends=ends, accepts=(2,), block=3, round_s=0.002,
+            answer=lambda prompt, _: bent(engine[prompt]),
+            ends=ends,
+            accepts=(2,),
+            block=3,
+            round_s=0.002,
             text=says or nano_text,
-        )  # fmt: skip
+        )
         with plain, other:
             servers = ("--server", f"plain={plain.url}", "--server", f"dflash={other.url}")
             return main("run", *ASKED, *servers, "--out", "served", *more)

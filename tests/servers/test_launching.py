@@ -57,10 +57,20 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
 def spec(text: str = "ar", **changes: Any) -> LaunchSpec:
     method = methods.parse(text)
     draft = (None, None) if text == "ar" else ("D", 5)
-    return LaunchSpec(**{
-        "method": method, "model": "m", "target": "T", "draft": draft[0], "num_drafts": draft[1], "length": 512,
-        "slots": 4, "dtype": "float32", "memory_share": 0.3, **changes,
-    })  # fmt: skip
+    return LaunchSpec(
+        **{
+            "method": method,
+            "model": "m",
+            "target": "T",
+            "draft": draft[0],
+            "num_drafts": draft[1],
+            "length": 512,
+            "slots": 4,
+            "dtype": "float32",
+            "memory_share": 0.3,
+            **changes,
+        }
+    )
 
 
 def launched(path: Path, folder: Path, name: str = "vllm") -> LaunchedServers:
@@ -133,7 +143,7 @@ def test_each_server_is_told_in_its_own_words(name: str, text: str, changes: Any
     # What only makes it report its rounds is for measuring, and not to be pasted.
     argv = program.argv(drafting, 81)
     assert (("--per-request-spec-decode-metrics" in argv), argv[len(argv) - len(program.counting) :]) == (
-        name == "vllm", [*program.counting],
+        name == "vllm", [*program.counting]
     )  # fmt: skip
 
 
@@ -147,8 +157,8 @@ def test_a_kind_that_a_server_would_compute_as_another_is_refused() -> None:
     ("conditional", "shares"),
     [
         ("0.9/0.8/0.5", (0.9, 0.72, 0.36)), ("0/1/1", (0, 0, 0)), ("1/1/1", (1, 1, 1)), ("0.5/0/1", (0.5, 0, 0)),
-        ("0.3333333/0.9999999/1/0.9999999", (0.333333,) * 4),
-    ],
+        ("0.3333333/0.9999999/1/0.9999999", (0.333333,) * 4)
+    ]
 )  # fmt: skip
 def test_imposed_rates_are_shares_of_all_rounds_and_never_rise(conditional: str, shares: tuple[float, ...]) -> None:
     for name in ("vllm", "llama.cpp"):
@@ -359,8 +369,10 @@ def test_imposed_acceptance_is_the_profiles_and_its_answers_are_nobodys(
     path = program(answers=engine, most=24, drafting={"answers": {prompt: ids[::-1] for prompt, ids in engine.items()}})
     label = "synthetic:profile=of/profile.json,base=dflash"
     for name, rates, low, high in (
-        ("vllm", [0.9, 0.8, 0.5], 2.7, 3.3), ("llama.cpp", [0.0, 0.5], 1.0, 1.0), ("llama.cpp", [1.0] * 3, 3.5, 4.0)
-    ):  # fmt: skip
+        ("vllm", [0.9, 0.8, 0.5], 2.7, 3.3),
+        ("llama.cpp", [0.0, 0.5], 1.0, 1.0),
+        ("llama.cpp", [1.0] * 3, 3.5, 4.0),
+    ):
         Path("of/profile.json").write_text(json.dumps({"conditional_accept_rates": rates}))
         run = f"{name}-{rates[0]}"
         code, shown, err = main(*ASKED, "--launch", name, "--launch-with", path, "--method", label, "--out", run)

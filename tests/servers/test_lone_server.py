@@ -40,8 +40,17 @@ def server() -> Iterator[FakeServer]:
 
 def words(server: FakeServer, prompts: Path, out: str, *more: object) -> list[object]:
     return [
-        "run", "--server", f"dflash={server.url}", "--prompts", prompts, "--max-new-tokens", 24, "--out", out, *more,
-    ]  # fmt: skip
+        "run",
+        "--server",
+        f"dflash={server.url}",
+        "--prompts",
+        prompts,
+        "--max-new-tokens",
+        24,
+        "--out",
+        out,
+        *more,
+    ]
 
 
 @pytest.mark.parametrize("more", [(), ("--concurrency", 3)], ids=["alone", "together"])
@@ -79,9 +88,13 @@ def test_all_commands_read_such_a_run(main: Main, prompts: Path, server: FakeSer
     for out in ("one", "two"):
         assert main(*words(server, prompts, out, "--concurrency", "1,2"))[0] == 0
     for command in (
-        ("compare", "one"), ("compare", "one", "two"), ("report", "one", "-o", "page.html"), ("card", "one"),
-        ("baseline", "one", "-o", "base.json"), ("check", "one"),
-    ):  # fmt: skip
+        ("compare", "one"),
+        ("compare", "one", "two"),
+        ("report", "one", "-o", "page.html"),
+        ("card", "one"),
+        ("baseline", "one", "-o", "base.json"),
+        ("check", "one"),
+    ):
         code, _, err = main(*command)
         assert code == 0, (command, err)
     _, out, _ = main("check", "two", "--baseline", "base.json", "--all")

@@ -172,15 +172,14 @@ BYTES = {
     "plain": [BODY],
     "a mark of byte order": [b"\xef\xbb\xbf" + BODY],
     "returns": [BODY.replace(b"\n", b"\r")],
-    "returns and new lines, cut between": [first + b"\r" for first in BODY.split(b"\n")[:1]] + [
-        b"\n\r\n" + b"\r\n".join(BODY.split(b"\n")[2:])
-    ],
+    "returns and new lines, cut between": [first + b"\r" for first in BODY.split(b"\n")[:1]]
+    + [b"\n\r\n" + b"\r\n".join(BODY.split(b"\n")[2:])],
     "bare lines of JSON": [b'{"n": 0}\n{"n": 1}\n'],
     "null, empty and comments": [b"data: null\n\ndata:\n\n: ping\n\n" + BODY],
     "pings": [b"event: ping\ndata: 2026-01-01 10:00\n\n" + BODY],
     "pings, cut between": [b"event: ping\r", b"\ndata: 10:00\r\n\r", b"\n" + BODY],
     "a letter at a time": [BODY[at : at + 1] for at in range(len(BODY))],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("sent", BYTES.values(), ids=BYTES)

@@ -83,9 +83,22 @@ def prompts(tmp_path: Path) -> Path:
 def test_a_run_over_rates_tells_each_and_its_goodput(main: Main, prompts: Path) -> None:
     with FakeServer() as plain, FakeServer(accepts=(2,), block=4, ttft_s=0.1) as other:
         code, _, err = main(
-            "run", "--server", f"plain={plain.url}", "--server", f"dflash={other.url}", "--prompts", prompts,
-            "--max-new-tokens", 32, "--rate", "50,100", "--slo", "ttft=100ms,tpot=30s", "--out", "run",
-        )  # fmt: skip
+            "run",
+            "--server",
+            f"plain={plain.url}",
+            "--server",
+            f"dflash={other.url}",
+            "--prompts",
+            prompts,
+            "--max-new-tokens",
+            32,
+            "--rate",
+            "50,100",
+            "--slo",
+            "ttft=100ms,tpot=30s",
+            "--out",
+            "run",
+        )
         assert code == 0
         assert all("noticed arrivals" in line for line in err.splitlines()), err
     read = table.read_run(Path("run"))
@@ -108,17 +121,38 @@ def test_a_run_over_rates_tells_each_and_its_goodput(main: Main, prompts: Path) 
 def test_goodput_counts_what_kept_to_all_times_of_all_that_was_asked_for() -> None:
     settings = Settings(rate=2.0)
     usual: dict[str, Any] = {
-        "suite": "gsm8k", "method": "ar", "settings_id": settings.id, "error": None, "num_tokens": 11,
-        "decode_tokens": 10, "start_s": 0.0, "end_s": 4.0, "prefill_s": 0.1, "decode_s": 1.0, "repeat": 0, "turn": 0,
-    }  # fmt: skip
+        "suite": "gsm8k",
+        "method": "ar",
+        "settings_id": settings.id,
+        "error": None,
+        "num_tokens": 11,
+        "decode_tokens": 10,
+        "start_s": 0.0,
+        "end_s": 4.0,
+        "prefill_s": 0.1,
+        "decode_s": 1.0,
+        "repeat": 0,
+        "turn": 0,
+    }
     rows = [
-        usual, usual | {"prefill_s": 0.3}, usual | {"decode_s": 3.0}, usual | {"decode_tokens": 0, "decode_s": 0.0},
+        usual,
+        usual | {"prefill_s": 0.3},
+        usual | {"decode_s": 3.0},
+        usual | {"decode_tokens": 0, "decode_s": 0.0},
         usual | {"error": "HTTP 500"},
-    ]  # fmt: skip
+    ]
     cell = Cell(
-        suite="gsm8k", method="ar", settings=settings, num_prompts=4, num_tokens=44, num_errors=1, num_near_ties=0,
-        exact=None, passed=None, figures={},
-    )  # fmt: skip
+        suite="gsm8k",
+        method="ar",
+        settings=settings,
+        num_prompts=4,
+        num_tokens=44,
+        num_errors=1,
+        num_near_ties=0,
+        exact=None,
+        passed=None,
+        figures={},
+    )
     identity = known(settings=settings_to_json([settings]), slo={"ttft_s": 0.2, "tpot_s": 0.2})
     (load,) = concurrency_curves(pd.DataFrame(rows), [cell], identity)
     goodput = load.levels[0].goodput

@@ -37,15 +37,26 @@ def test_a_secret_prints_as_stars_and_is_stored_nowhere() -> None:
 
 
 WORDS = [
-    ["--api-key", SECRET], [f"--api-key={SECRET}"], ["--api-key", "other", SECRET], ["--hf-token", SECRET],
-    ["--admin-api-key", SECRET], ["--ssl-keyfile-password", SECRET], ["--header", f"Authorization: Bearer {SECRET}"],
-    ["--header", f"X-Api-Key: {SECRET}"], ["--config", json.dumps({"a": {"api_key": SECRET}})],
-    ["--server", f"plain=http://me:{SECRET}@host:8000/v1"], ["--server", f"plain=http://{SECRET}@host"],
-    ["--server", f"plain=http://host/v1?a=b&token={SECRET}"], ["--env", f"HF_TOKEN={SECRET}"],
-    ["--launch-args", f"--a b --api-key {SECRET} --c d"], ["--launch-args", f"--api-key '{SECRET}"],
-    [f"--launch-args=--api-key={SECRET}"], ["-k", SECRET], [f"-k={SECRET}"],
+    ["--api-key", SECRET],
+    [f"--api-key={SECRET}"],
+    ["--api-key", "other", SECRET],
+    ["--hf-token", SECRET],
+    ["--admin-api-key", SECRET],
+    ["--ssl-keyfile-password", SECRET],
+    ["--header", f"Authorization: Bearer {SECRET}"],
+    ["--header", f"X-Api-Key: {SECRET}"],
+    ["--config", json.dumps({"a": {"api_key": SECRET}})],
+    ["--server", f"plain=http://me:{SECRET}@host:8000/v1"],
+    ["--server", f"plain=http://{SECRET}@host"],
+    ["--server", f"plain=http://host/v1?a=b&token={SECRET}"],
+    ["--env", f"HF_TOKEN={SECRET}"],
+    ["--launch-args", f"--a b --api-key {SECRET} --c d"],
+    ["--launch-args", f"--api-key '{SECRET}"],
+    [f"--launch-args=--api-key={SECRET}"],
+    ["-k", SECRET],
+    [f"-k={SECRET}"],
     ["--launch-args", f"--a b -k {SECRET} -c d"],
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("words", WORDS, ids=" ".join)
@@ -104,9 +115,18 @@ def test_a_key_of_a_server_that_repeats_it_is_nowhere(main: Main, monkeypatch: p
         does["between"] = b"data: " + json.dumps(event).encode() + b"\n\n"
     with FakeServer(dialect="openai", **does) as server:
         code, out, err = main(
-            "run", "--server", f"plain={server.url}", "--prompts", "p.jsonl", "--api-key-env", "KEY_OF_TEST",
-            "--max-new-tokens", 32, "--out", "run",
-        )  # fmt: skip
+            "run",
+            "--server",
+            f"plain={server.url}",
+            "--prompts",
+            "p.jsonl",
+            "--api-key-env",
+            "KEY_OF_TEST",
+            "--max-new-tokens",
+            32,
+            "--out",
+            "run",
+        )
     assert code == {"": 0, "401": 2, "text": 0, "error_event": 1}[fault], err
     nowhere(out, err)
     if fault != "401":
@@ -135,10 +155,18 @@ def test_secrets_of_launched_servers_are_nowhere(
     monkeypatch.setenv("HF_TOKEN", f"hf-{SECRET}")
     monkeypatch.setenv("LLAMA_API_KEY", SECRET)
     code, out, err = main(
-        *"run --suite gsm8k --model nano --limit 1 --max-new-tokens 8".split(), "--launch", "llama.cpp",
-        "--launch-with", program(exits=exits), "--launch-args", f"--api-key {SECRET} -k {SECRET} --more 7",
-        "--out", "run", "--method", "dflash:3",
-    )  # fmt: skip
+        *"run --suite gsm8k --model nano --limit 1 --max-new-tokens 8".split(),
+        "--launch",
+        "llama.cpp",
+        "--launch-with",
+        program(exits=exits),
+        "--launch-args",
+        f"--api-key {SECRET} -k {SECRET} --more 7",
+        "--out",
+        "run",
+        "--method",
+        "dflash:3",
+    )
     assert code == (1 if exits is None else 2), err
     nowhere(out, err)
     if exits is None:
@@ -166,10 +194,12 @@ def kept(code: str, secrets: list[str], log: Path) -> bytes:
         file.write(b"the command\n")
         file.flush()
         process = subprocess.Popen(
-            [sys.executable, "-I", supervisor.__file__, sys.executable, "-c", code], stdin=subprocess.PIPE,
-            stdout=file, start_new_session=True,
+            [sys.executable, "-I", supervisor.__file__, sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=file,
+            start_new_session=True,
             env={**os.environ, supervisor.TO_HIDE: json.dumps(secrets)},
-        )  # fmt: skip
+        )
         assert process.wait(60) == 0
     return log.read_bytes()
 

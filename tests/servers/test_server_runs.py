@@ -56,9 +56,19 @@ def pair() -> Iterator[Callable[..., tuple[FakeServer, FakeServer]]]:
 def words(servers: Sequence[FakeServer], prompts: Path, out: str = "run", *more: object) -> list[object]:
     plain, dflash = servers
     return [
-        "run", "--server", f"dflash={dflash.url}", "--server", f"plain={plain.url}", "--prompts", prompts,
-        "--max-new-tokens", 32, "--out", out, *more,
-    ]  # fmt: skip
+        "run",
+        "--server",
+        f"dflash={dflash.url}",
+        "--server",
+        f"plain={plain.url}",
+        "--prompts",
+        prompts,
+        "--max-new-tokens",
+        32,
+        "--out",
+        out,
+        *more,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +106,7 @@ def test_a_run_over_servers_holds_what_they_did(
     info = info.to_json()
     assert [(record.prompt_id, record.method) for record in records] == [
         (str(n), method) for n in range(PROMPTS) for method in (("ar", "dflash") if n % 2 == 0 else ("dflash", "ar"))
-    ]  # fmt: skip
+    ]
     for record in records:
         n = int(record.prompt_id)
         tokens = tokens_of(json.dumps([{"role": "user", "content": f"What is {n} times 7?"}]), 32)
@@ -111,9 +121,14 @@ def test_a_run_over_servers_holds_what_they_did(
     identity = info["identity"]
     assert (identity["model"], identity["engine"], identity["audit"]) == (MODEL, "server", "none")
     assert identity["servers"]["dflash"] == {
-        "address": servers[1].url, "dialect": "vllm", "version": "0.32.0", "model": MODEL, "prompts": "chat",
-        "prefix_cache": "flushed", "facts": {},
-    }  # fmt: skip
+        "address": servers[1].url,
+        "dialect": "vllm",
+        "version": "0.32.0",
+        "model": MODEL,
+        "prompts": "chat",
+        "prefix_cache": "flushed",
+        "facts": {},
+    }
     assert "dflash by vllm.counters: " in " ".join(out.split())
     assert "memory, as predicted" not in out
 
@@ -128,7 +143,7 @@ def test_a_run_over_servers_holds_what_they_did(
         (lambda row: {"counted_by": "unheard.of"}, f"its rounds follow {UNKNOWN_RULE}"),
     ],
     ids=["merged rounds", "more accepted", "no drafts told", "another way of counting", "an unknown way of counting"],
-)  # fmt: skip
+)
 def test_totals_that_are_not_those_of_the_tokens_are_found_by_check(
     main: Main, sound_run: Path, tmp_path: Path, forged: Callable[[dict[str, Any]], dict[str, Any]], why: str
 ) -> None:
@@ -169,10 +184,15 @@ def test_all_commands_read_such_a_run(
     for out in ("one", "two"):
         assert main(*words(servers, prompts, out))[0] == 0
     for asked in (
-        ("compare", "one"), ("compare", "one", "two"), ("report", "one", "--format", "markdown"),
-        ("report", "one", "--format", "csv"), ("report", "one"), ("card", "one"), ("plot", "one"),
+        ("compare", "one"),
+        ("compare", "one", "two"),
+        ("report", "one", "--format", "markdown"),
+        ("report", "one", "--format", "csv"),
+        ("report", "one"),
+        ("card", "one"),
+        ("plot", "one"),
         ("baseline", "one", "-o", "base.json"),
-    ):  # fmt: skip
+    ):
         code, _, err = main(*asked)
         assert code == 0, (asked, err)
     _, out, _ = main("check", "two", "--baseline", "base.json", "--all")

@@ -112,7 +112,7 @@ def test_what_is_no_plain_value_is_refused_by_name(box: Box, returned: str, said
         ("def f(): pass", "this is no code", "did not start: SyntaxError: invalid syntax"),
         ("def f(:", "f()", "did not start: SyntaxError: .*"),
     ],
-)  # fmt: skip
+)
 def test_why_it_did_not_pass(box: Box, program: str, tests: str, reason: str) -> None:
     limits = ProgramLimits(cpu_s=1, wall_s=0.5 if "sleep" in program else 2.0)
     said = box.fails(program, limits, tests, ["f"])

@@ -38,12 +38,14 @@ READING = {
     "input": ("a, b = map(int, input().split())\nprint(a + b)", True),
     "bytes, in a function": (
         "import sys\ndef main():\n    numbers = sys.stdin.buffer.read().split()\n"
-        "    sys.stdout.write(str(sum(map(int, numbers))))\nif __name__ == '__main__':\n    main()", True,
+        "    sys.stdout.write(str(sum(map(int, numbers))))\nif __name__ == '__main__':\n    main()",
+        True,
     ),
     "a file of number 0, and exit": ("print(float(sum(map(int, open(0).read().split()))))\nexit()", True),
     "a thread": (
         "import threading\ndef solve():\n    print(sum(map(int, input().split())))\n"
-        "threading.Thread(target=solve).start()", True,
+        "threading.Thread(target=solve).start()",
+        True,
     ),
     "names that contests import": ("print(reduce(lambda a, b: a + b, map(int, input().split())))", True),
     "by heart": ("print(5)", False),
@@ -52,7 +54,7 @@ READING = {
     "an error": ("raise ValueError", False),
     "no code": ("five", False),
     "text in the tests' place": ("import sys\nsys.modules['solution'].said = lambda at: 5", False),
-}  # fmt: skip
+}
 
 
 BARE = {

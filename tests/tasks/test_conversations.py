@@ -146,8 +146,14 @@ def test_the_examples_in_the_docs_load(tmp_path: Path) -> None:
     found = loaded(tmp_path, *rows)
     assert len(found.prompts) == len(rows) >= 7
     assert [sorted({*row} & {*prompts.FORMS}) for row in rows] == [
-        ["turns"], ["turns"], ["turns"], ["body"], ["conversations"], ["prompt"], ["messages"],
-    ]  # fmt: skip
+        ["turns"],
+        ["turns"],
+        ["turns"],
+        ["body"],
+        ["conversations"],
+        ["prompt"],
+        ["messages"],
+    ]
     shown = {name for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
     assert {*prompts.FORMS} <= shown and {*prompts.IDS, *prompts.REFERENCES, "category", "tools"} <= shown
 
@@ -268,44 +274,44 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,x"}}
 HOSTILE: dict[str, tuple[Any, str]] = {
     "an unknown role": (
         say(role="robot\x1b[31m", content="x"),
-        f"{AT} has the role 'robot\\u001b[31m'; roles: system, developer, user, assistant, tool",
+        f"{AT} has the role 'robot\\u001b[31m'; roles: system, developer, user, assistant, tool"
     ),
     "an unknown speaker": (
-        [{"from": "observation", "value": "x"}], f"{AT} has the role 'observation'; roles: system, human, user, gpt",
+        [{"from": "observation", "value": "x"}], f"{AT} has the role 'observation'; roles: system, human, user, gpt"
     ),
     "no role": (say(content="x"), f"{AT} must be an object with a role and content"),
     "a message that is text": (["Hi"], f"{AT} must be an object with a role and content"),
     "an image": (
         say(role="user", content=[{"type": "text", "text": "What?"}, IMAGE]),
-        f"{AT} holds image_url, and only text can be asked here",
+        f"{AT} holds image_url, and only text can be asked here"
     ),
     "a part that is none": (
-        say(role="user", content=[{"text": "x"}]), "a part of its content must be a text, or {type: text, text}",
+        say(role="user", content=[{"text": "x"}]), "a part of its content must be a text, or {type: text, text}"
     ),
     "content that is a number": (say(role="user", content=3), f"{AT} has no content: a text, or a list of texts"),
     "an assistant that says nothing": (say(role="assistant", content=None), f"{AT} has no content"),
     "a call without an id": (call(CALL | {"id": None}), f"its call of weather has no id, by which tools answer; {AS}"),
     "a call without a name": (
-        call({"id": "c1", "function": {}}), "a tool call must be {id, function: {name, arguments}}",
+        call({"id": "c1", "function": {}}), "a tool call must be {id, function: {name, arguments}}"
     ),
     "calls that are no list": (say(role="assistant", content="", tool_calls={"id": "c1"}), "tool_calls must be a list"),
     "calls that are no JSON": (say(role="assistant", content="", tool_calls="[{"), "tool_calls: not valid JSON"),
     "arguments that are a list": (
-        call(CALL | {"function": {"name": "f", "arguments": [1]}}), "the arguments of f must be an object, or its JSON",
+        call(CALL | {"function": {"name": "f", "arguments": [1]}}), "the arguments of f must be an object, or its JSON"
     ),
     "a tool that answers nothing": (
-        say(role="tool", content="31"), f"{AT} has no tool_call_id, which says what call it answers; {AS}",
+        say(role="tool", content="31"), f"{AT} has no tool_call_id, which says what call it answers; {AS}"
     ),
     "nobody who asks": ([{"role": "system", "content": "x"}], f"messages must be {MESSAGES}"),
     "no list": ("Hi", "messages: not valid JSON"),
     "JSON that is no list": ('{"role": "user"}', f"messages must be {MESSAGES}"),
     "a question that is blank": (
-        [{"role": "user", "content": " "}], "a prompt needs at least one turn, and no turn may be blank",
+        [{"role": "user", "content": " "}], "a prompt needs at least one turn, and no turn may be blank"
     ),
     "a placeholder in a tool's answer": (
         [SESSION[1], SESSION[2], SESSION[3] | {"content": "{article}"}],
-        "its text is a placeholder ('{article}'), not a prompt",
-    ),
+        "its text is a placeholder ('{article}'), not a prompt"
+    )
 }  # fmt: skip
 
 
@@ -324,16 +330,13 @@ def test_a_conversation_that_cannot_be_asked_is_one_line_with_its_row(what: str,
         ({"body": [1]}, "body "),
         ({"prompt": "Hi", "tools": [{"name": "f"}]}, "tools "),
         ({"prompt": "Hi", "tools": "x"}, "tools: not valid JSON"),
-        (
-            {"prompt": "Hi", "messages": SESSION},
-            "has prompt and messages",
-        ),
+        ({"prompt": "Hi", "messages": SESSION}, "has prompt and messages"),
         ({"prompt": None, "turns": None}, "prompt and turns"),
         ({"question": "2+2?", "answer": "4"}, "question"),
         ({"conversation": {"role": "user"}}, f"conversation must be {MESSAGES}"),
         ([1], "not list"),
     ],
-)  # fmt: skip
+)
 def test_a_row_of_another_shape_is_one_line(row: Any, told: str, tmp_path: Path) -> None:
     line = refusal(lambda: loaded(tmp_path, {"prompt": "Hi"}, row))
     assert line.startswith(f"{tmp_path / 'mine.jsonl'} line 2: ") and told in line
@@ -369,17 +372,17 @@ def test_an_array_of_anything_else_names_the_row(tmp_path: Path) -> None:
 
 NESTED: dict[str, tuple[Any, Any, str]] = {
     "maps in place of messages": (
-        pa.list_(pa.map_(pa.string(), pa.string())), [[("role", "user")]], f"{AT} must be an object",
+        pa.list_(pa.map_(pa.string(), pa.string())), [[("role", "user")]], f"{AT} must be an object"
     ),
     "a struct in place of a list": (
-        pa.struct([("role", pa.string())]), {"role": "user"}, f"messages must be {MESSAGES}",
+        pa.struct([("role", pa.string())]), {"role": "user"}, f"messages must be {MESSAGES}"
     ),
     "bytes": (pa.binary(), b"\xff", f"messages must be {MESSAGES}"),
     "lists of lists": (pa.list_(pa.list_(pa.string())), [["Hi"]], f"{AT} must be an object"),
     "content in bytes": (
         pa.list_(pa.struct([("role", pa.string()), ("content", pa.binary())])), [{"role": "user", "content": b"x"}],
-        f"{AT} has no content",
-    ),
+        f"{AT} has no content"
+    )
 }  # fmt: skip
 
 
@@ -435,9 +438,7 @@ def test_every_answer_of_a_session_is_generated_again_from_what_stood_before_it(
     assert called.reference == '[{"name": "weather", "arguments": {"city": "Rome", "days": 2}}]'
     assert [message.role for message in answered.closing] == ["assistant", "tool"] and answered.reference == "Yes."
     assert (again.turns, again.reference) == (("And in Oslo?",), "No.")
-    assert [message.role for message in again.opening] == [
-        TOOLS, "system", "user", "assistant", "tool", "assistant"
-    ]  # fmt: skip
+    assert [message.role for message in again.opening] == [TOOLS, "system", "user", "assistant", "tool", "assistant"]
 
 
 def test_sessions_of_every_form_are_divided(tmp_path: Path) -> None:

@@ -314,7 +314,7 @@ SOCKETS = [
     "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)", "socket.socketpair(type=socket.SOCK_SEQPACKET)",
     "socket.socketpair()[0].connect('\\0name')", "socket.socketpair()[0].sendmsg([b'x'])",
     "import asyncio; asyncio.run(asyncio.open_connection('127.0.0.1', 80))",
-    "import urllib.request; urllib.request.urlopen('http://127.0.0.1')",
+    "import urllib.request; urllib.request.urlopen('http://127.0.0.1')"
 ]  # fmt: skip
 
 

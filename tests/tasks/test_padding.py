@@ -142,10 +142,15 @@ def test_a_worked_answer_comes_before_a_reference_where_the_row_has_its_columns(
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        ("gsm8k", "#### "), ("math500", "\\boxed{"), ("aime24", "The answer is"), ("aime25", "\n\n1"),
-        ("humaneval", "    return"), ("mbpp", "```python\ndef "), ("mt_bench", "\n\n"),
+        ("gsm8k", "#### "),
+        ("math500", "\\boxed{"),
+        ("aime24", "The answer is"),
+        ("aime25", "\n\n1"),
+        ("humaneval", "    return"),
+        ("mbpp", "```python\ndef "),
+        ("mt_bench", "\n\n"),
     ],
-)  # fmt: skip
+)
 def test_examples_of_every_suite_hold_what_its_rows_have(name: str, answer: str) -> None:
     loaded = suites.load_prompts(suites.known_suites()[name], "embedded", 1)
     assert len(loaded.pool) == 32 and len(loaded.prompts) == 1

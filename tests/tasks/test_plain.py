@@ -18,9 +18,16 @@ from dflash_bench.tasks.isolation import protocol, testing
 from dflash_bench.tasks.isolation.protocol import ClosedError, Link
 
 LEAVES = (
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False)
-    | st.text() | st.binary() | st.binary().map(bytearray) | st.builds(range, st.integers(0, 9))
-)  # fmt: skip
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.complex_numbers(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.binary().map(bytearray)
+    | st.builds(range, st.integers(0, 9))
+)
 FLAT = st.none() | st.booleans() | st.integers() | st.text() | st.tuples(st.integers(), st.text())
 VALUES = st.recursive(
     LEAVES,
@@ -118,12 +125,20 @@ def test_damaged_values_are_values_or_malformed(value: object, data: st.DataObje
 @pytest.mark.parametrize(
     "data",
     [
-        b"", b"l", struct.pack("<cI", b"q", 0), struct.pack("<cI", b"l", 2**32 - 1), struct.pack("<cI", b"i", 9) + b"1",
-        struct.pack("<cI", b"e", 1) + protocol.to_bytes([]), struct.pack("<cI", b"d", 1) + protocol.to_bytes(1),
-        struct.pack("<cI", b"s", 1) + b"\xff", struct.pack("<cI", b"r", 1) + protocol.to_bytes("x"),
-        struct.pack("<cI", b"f", 3) + b"abc", protocol.to_bytes(1) + b"x", struct.pack("<cI", b"l", 1) * 100_000,
+        b"",
+        b"l",
+        struct.pack("<cI", b"q", 0),
+        struct.pack("<cI", b"l", 2**32 - 1),
+        struct.pack("<cI", b"i", 9) + b"1",
+        struct.pack("<cI", b"e", 1) + protocol.to_bytes([]),
+        struct.pack("<cI", b"d", 1) + protocol.to_bytes(1),
+        struct.pack("<cI", b"s", 1) + b"\xff",
+        struct.pack("<cI", b"r", 1) + protocol.to_bytes("x"),
+        struct.pack("<cI", b"f", 3) + b"abc",
+        protocol.to_bytes(1) + b"x",
+        struct.pack("<cI", b"l", 1) * 100_000,
     ],
-)  # fmt: skip
+)
 def test_bytes_that_are_no_value(data: bytes) -> None:
     with pytest.raises(protocol.MalformedError):
         protocol.from_bytes(data)
@@ -195,11 +210,19 @@ def test_a_stand_in_takes_an_answer_and_nothing_else(
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("ValueError", ValueError), ("KeyError", KeyError), ("StopIteration", RuntimeError), ("Exception", Exception),
-        ("UnicodeDecodeError", RuntimeError), ("SystemExit", RuntimeError), ("GeneratorExit", RuntimeError),
-        ("print", RuntimeError), ("__import__", RuntimeError), ("", RuntimeError), ("ExceptionGroup", RuntimeError),
+        ("ValueError", ValueError),
+        ("KeyError", KeyError),
+        ("StopIteration", RuntimeError),
+        ("Exception", Exception),
+        ("UnicodeDecodeError", RuntimeError),
+        ("SystemExit", RuntimeError),
+        ("GeneratorExit", RuntimeError),
+        ("print", RuntimeError),
+        ("__import__", RuntimeError),
+        ("", RuntimeError),
+        ("ExceptionGroup", RuntimeError),
     ],
-)  # fmt: skip
+)
 def test_an_error_arrives_as_the_same_built_in_error_or_as_another_that_names_it(
     kind: str, expected: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,10 +28,18 @@ from helpers.refusals import assert_refused
 
 Main = Callable[..., tuple[int, str, str]]
 SPEED = [
-    {"question_id": f"{number:032x}", "category": category, "sub_category": "x", "turns": ["Say a.", "Say b."][:turns],
-     "source": "ours", "src_id": str(number), "difficulty": "easy", "multiturn": turns > 1}
+    {
+        "question_id": f"{number:032x}",
+        "category": category,
+        "sub_category": "x",
+        "turns": ["Say a.", "Say b."][:turns],
+        "source": "ours",
+        "src_id": str(number),
+        "difficulty": "easy",
+        "multiturn": turns > 1,
+    }
     for number, (category, turns) in enumerate([("coding", 1), ("writing", 2), ("coding", 1)])
-]  # fmt: skip
+]
 COMMIT = "0123456789abcdef" + 24 * "a"
 SNAPSHOT = f"hub/datasets--nvidia--SPEED-Bench/snapshots/{COMMIT}"
 TOOL = {"type": "function", "function": {"name": "ls", "parameters": {"type": "object"}}}
@@ -39,7 +47,7 @@ LIVE = {
     "question_title": "Sum", "question_content": "Add two numbers.", "platform": "atcoder", "question_id": "abc1_a",
     "contest_id": "abc1", "contest_date": "2026-01-01T00:00:00", "starter_code": "", "difficulty": "easy",
     "public_test_cases": '[{"input": "1 2", "output": "3", "testtype": "stdin"}]',
-    "private_test_cases": "[]", "metadata": "{}",
+    "private_test_cases": "[]", "metadata": "{}"
 }  # fmt: skip
 CALL = {"id": "c1", "type": "function", "function": {"name": "ls", "arguments": '{"path": "."}'}}
 TALK: list[dict[str, Any]] = [
@@ -52,15 +60,15 @@ TALK: list[dict[str, Any]] = [
 GPQA = {
     "Record ID": "rec0", "High-level domain": "Chemistry", "Subdomain": "Gases", "Question": "Which gas is light?",
     "Correct Answer": "Helium\n", "Incorrect Answer 1": "Argon", "Incorrect Answer 2": "Neon, cold",
-    "Incorrect Answer 3": "Xenon", "Explanation": "By its mass.", "Canary String": "",
+    "Incorrect Answer 3": "Xenon", "Explanation": "By its mass.", "Canary String": ""
 }  # fmt: skip
 FUNCTION = {
     "name": "weather.now", "description": "Tells the weather.",
     "parameters": {"type": "dict", "required": ["place"], "properties": {
         "place": {"type": "tuple", "items": {"type": "float"}, "description": "Where."},
         "type": {"type": "any", "default": None, "optional": True},
-        "more": {"type": "HashMap", "additionalProperties": {"type": "String"}},
-    }},
+        "more": {"type": "HashMap", "additionalProperties": {"type": "String"}}
+    }}
 }  # fmt: skip
 PUBLISHED: dict[str, tuple[str, list[dict[str, Any]], str]] = {
     "speed_bench": ("qualitative.jsonl", SPEED, "Say a."),
@@ -172,12 +180,12 @@ def test_every_answer_of_a_suites_sessions_is_a_prompt(is_prepared: bool, tmp_pa
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "a role that is none": (
-        {"trajectory": [{"role": "robot", "content": "x"}, *TALK[1:]]}, "message 1 of trajectory has the role 'robot'",
+        {"trajectory": [{"role": "robot", "content": "x"}, *TALK[1:]]}, "message 1 of trajectory has the role 'robot'"
     ),
     "text": ({"trajectory": "Hi"}, "'trajectory' must be a list of messages, or its JSON"),
     "nobody who asks": ({"trajectory": TALK[:1]}, "no rows for suite 'swe_rebench'"),
     "no name": ({"trajectory_id": None}, "'trajectory_id' must be a string or a number"),
-    "tools": ({"tools": [{"name": "ls"}]}, "tools must be a list of"),
+    "tools": ({"tools": [{"name": "ls"}]}, "tools must be a list of")
 }  # fmt: skip
 
 
@@ -210,13 +218,16 @@ def test_a_users_own_copy_is_laid_out_and_measured(main: Main, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("rows", "file", "told"),
     [
-        ([SPEED[0] | {"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM ELSEWHERE"]}], "qualitative.jsonl",
-         "its text is a placeholder"),
+        (
+            [SPEED[0] | {"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM ELSEWHERE"]}],
+            "qualitative.jsonl",
+            "its text is a placeholder",
+        ),
         (SPEED, "other.jsonl", r"holds no file named \*qualitative\* \(other.jsonl\)"),
         ([{"question_id": "a", "turns": ["b"]}], "qualitative.jsonl", "no column 'category'"),
         ([SPEED[0], SPEED[0]], "qualitative.jsonl", "share the id"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_copy_is_refused(rows: Any, file: str, told: str, tmp_path: Path) -> None:
     publish(tmp_path / "theirs" / file, rows)
     with pytest.raises(UserError, match=told):
@@ -373,14 +384,24 @@ def test_functions_become_tools_as_chat_templates_have_them(tmp_path: Path) -> N
     (prompt,) = prepared("bfcl", file, rows, tmp_path)
     messages, tools = template_input(prompt.chat())
     assert [message["role"] for message in messages] == ["system", "user"]
-    assert tools == [{"type": "function", "function": {
-        "name": "weather_now", "description": "Tells the weather.",
-        "parameters": {"type": "object", "required": ["place"], "properties": {
-            "place": {"type": "array", "items": {"type": "number"}, "description": "Where."},
-            "type": {"type": "string", "default": None, "optional": True},
-            "more": {"type": "object", "additionalProperties": {"type": "string"}},
-        }},
-    }}]  # fmt: skip
+    assert tools == [
+        {
+            "type": "function",
+            "function": {
+                "name": "weather_now",
+                "description": "Tells the weather.",
+                "parameters": {
+                    "type": "object",
+                    "required": ["place"],
+                    "properties": {
+                        "place": {"type": "array", "items": {"type": "number"}, "description": "Where."},
+                        "type": {"type": "string", "default": None, "optional": True},
+                        "more": {"type": "object", "additionalProperties": {"type": "string"}},
+                    },
+                },
+            },
+        }
+    ]
     loaded = prompts.load(tmp_path / "theirs" / file)
     assert (loaded.prompts[0].chat(), loaded.notes) == (prompt.chat(), ())
     assert prompt.category == "live_simple"
@@ -449,7 +470,7 @@ HOSTILE: dict[str, tuple[str, dict[str, Any], str]] = {
     "an empty question": ("financeqa", {"question": " ", "context": None}, "no turn may be blank"),
     "no answer": ("financeqa", {"answer": None}, "'answer' must be a string or a number, not NoneType"),
     "no code": ("blazedit_5k", {"code": None}, "'code' must be a string or a number, not NoneType"),
-    "code that is an object": ("instructcoder", {"input": {}}, "'input' must be a string or a number, not dict"),
+    "code that is an object": ("instructcoder", {"input": {}}, "'input' must be a string or a number, not dict")
 }  # fmt: skip
 
 
@@ -499,7 +520,7 @@ def test_mrcr_compares_what_stands_behind_the_prefix(
 ) -> None:
     row = {
         "prompt": json.dumps([{"role": "user", "content": "Prepend aB3 to the second poem."}]), "answer": "aB3needle",
-        "random_string_to_prepend": "aB3", "n_needles": 2, "n_chars": 100,
+        "random_string_to_prepend": "aB3", "n_needles": 2, "n_chars": 100
     }  # fmt: skip
     publish(tmp_path / "mrcr.parquet", [row])
     (prompt,) = prompts.load(tmp_path / "mrcr.parquet", scorer="mrcr", columns=["random_string_to_prepend"]).prompts

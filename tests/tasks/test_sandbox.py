@@ -97,7 +97,7 @@ def test_what_right_answers_use_is_there(box: Box) -> None:
         "open('there', 'a').truncate(0); os.remove('there'); os.removedirs('a/b')\nopen(os.devnull, 'w').write('x')",
     ],
     ids=["tempfile", "files"],
-)  # fmt: skip
+)
 def test_small_files_can_be_written_where_there_is_a_folder_in_memory(box: Box, program: str) -> None:
     """Without namespaces an answer that writes a file does not pass, and its error says why."""
     if box.isolation.namespaces:

@@ -373,7 +373,7 @@ THOUGHTS = [
     ("choice", prompt("B"), "The answer is A?", "B", True),
     ("choice", prompt("B"), "The answer is B", "The answer is C", False),
     ("json_schema", prompt(row={"json_schema": {"type": "object"}}), "{", '{"a": 1}', True),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "asked", "thinking", "answer", "right"), THOUGHTS)

@@ -287,8 +287,13 @@ def test_a_limit_below_one_is_refused(tmp_path: Path) -> None:
 
 def test_groups_expand_in_order_and_each_suite_comes_once() -> None:
     assert [suite.name for suite in suites.expand(["code", "gsm8k", "humaneval", "math"])] == [
-        "humaneval", "mbpp", "gsm8k", "math500", "aime24", "aime25",
-    ]  # fmt: skip
+        "humaneval",
+        "mbpp",
+        "gsm8k",
+        "math500",
+        "aime24",
+        "aime25",
+    ]
     of_hub = {suite.name for suite in suites.known_suites().values() if suite.home == "hub"}
     assert {suite.name for suite in suites.expand(["paper"])} == of_hub == set(REAL_ROWS)
 
@@ -331,9 +336,13 @@ def test_the_table_lists_groups_and_counts_the_shipped_rows(tmp_path: Path, monk
 
 
 SCRIPTS = {
-    "Arabic": "ARABIC", "Hindi": "DEVANAGARI", "Russian": "CYRILLIC", "Chinese": "CJK", "Japanese": "HIRAGANA",
+    "Arabic": "ARABIC",
+    "Hindi": "DEVANAGARI",
+    "Russian": "CYRILLIC",
+    "Chinese": "CJK",
+    "Japanese": "HIRAGANA",
     "Korean": "HANGUL",
-}  # fmt: skip
+}
 """Languages that are not written in Latin letters."""
 
 

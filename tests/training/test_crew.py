@@ -91,9 +91,12 @@ def launch() -> Iterator[Launch]:
     """
     common = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     starter = subprocess.Popen(
-        [sys.executable, "-c", STARTER], env=os.environ | common, text=True, stdin=subprocess.PIPE,
+        [sys.executable, "-c", STARTER],
+        env=os.environ | common,
+        text=True,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-    )  # fmt: skip
+    )
     assert starter.stdin and starter.stdout
     places = iter(range(100))
     with TemporaryDirectory() as folder:
@@ -141,9 +144,15 @@ def test_a_loss_that_is_no_number_in_one_process_stops_all(tmp_path: Path, launc
 def test_a_draft_is_trained_by_two_processes(tmp_path: Path, launch: Launch) -> None:
     target = tiny.build(tmp_path / "model") / "target"
     words = [
-        "train", "--target", str(target), "--out", str(tmp_path / "out"), "--written", "12", "--batch-size", "8",
-        "--max-new-tokens", "10", "--block-size", "4", "--steps", "4", "--device", "cpu", "--threads", "1",
-    ]  # fmt: skip
+        "train",
+        "--target",
+        str(target),
+        "--out",
+        str(tmp_path / "out"),
+        *"""
+            --written 12 --batch-size 8 --max-new-tokens 10 --block-size 4 --steps 4 --device cpu --threads 1
+            """.split(),
+    ]
     ended = launch("", words, 2)
     assert [code for code, _ in ended] == [0, 0], ended
     assert "al_pooled" in json.loads((tmp_path / "out" / "dflash" / "acceptance.json").read_text())

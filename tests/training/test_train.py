@@ -36,13 +36,29 @@ from nano.answers import Rows
 
 V, H = 40, 32
 DFLASH = DFlashConfig(
-    hidden_size=H, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, vocab_size=V,
-    block_size=4, mask_token_id=V - 1, target_layer_ids=(1, 2), num_target_layers=6,
-)  # fmt: skip
+    hidden_size=H,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    vocab_size=V,
+    block_size=4,
+    mask_token_id=V - 1,
+    target_layer_ids=(1, 2),
+    num_target_layers=6,
+)
 EAGLE3 = Eagle3Config(
-    hidden_size=H, intermediate_size=48, num_heads=2, num_kv_heads=1, head_dim=16, vocab_size=V, draft_vocab_size=24,
-    target_layer_ids=(1, 2, 3), num_target_layers=6,
-)  # fmt: skip
+    hidden_size=H,
+    intermediate_size=48,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    vocab_size=V,
+    draft_vocab_size=24,
+    target_layer_ids=(1, 2, 3),
+    num_target_layers=6,
+)
 
 
 def big(module):
@@ -113,9 +129,15 @@ def test_training_blocks_are_what_the_drafter_proposes():
     batch, features = data.take([0], DFLASH.target_layer_ids)
     anchors = torch.tensor([[6, 10, 18]])
     hidden = dflash.block_hidden(
-        draft, features, EMBEDDING, tables(), batch.position, batch.ids.gather(1, anchors),
-        batch.position.gather(1, anchors), masks.context_mask(batch, anchors),
-    )  # fmt: skip
+        draft,
+        features,
+        EMBEDDING,
+        tables(),
+        batch.position,
+        batch.ids.gather(1, anchors),
+        batch.position.gather(1, anchors),
+        masks.context_mask(batch, anchors),
+    )
     logits = VOCAB.logits(hidden)
     for i, (anchor, start) in enumerate([(6, 0), (10, 0), (18, 14)]):
         drafter = DFlashDrafter(draft, Lookup(), Head())
@@ -296,8 +318,9 @@ def grown(kind):
     draft = DFlashDraft(DFLASH)
     dflash_models.initialise(draft, 1)
     grow, objective = {
-        "dflash2": (drafts.as_dflash2, SelectorObjective), "dspark": (drafts.as_dspark, MarkovObjective),
-    }[kind]  # fmt: skip
+        "dflash2": (drafts.as_dflash2, SelectorObjective),
+        "dspark": (drafts.as_dspark, MarkovObjective),
+    }[kind]
     return objective(grow(draft, VOCAB, 6, 2), data, VOCAB, 4, 4.0)
 
 

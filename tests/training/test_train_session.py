@@ -37,9 +37,18 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def request(target: Path, out: Path, **changes: Any) -> TrainRequest:
     block_size = 4 if changes.get("method", "dflash") in BLOCKS and not changes.get("init") else None
     small = TrainRequest(
-        target=str(target), method="dflash", out=out, written=8, sampled=0.25, max_new_tokens=12, batch_size=16,
-        block_size=block_size, steps=4, rate=0.02, threads=1,
-    )  # fmt: skip
+        target=str(target),
+        method="dflash",
+        out=out,
+        written=8,
+        sampled=0.25,
+        max_new_tokens=12,
+        batch_size=16,
+        block_size=block_size,
+        steps=4,
+        rate=0.02,
+        threads=1,
+    )
     return replace(small, **changes)
 
 
@@ -354,9 +363,10 @@ def test_a_loss_that_is_no_number_stops_at_the_last_checkpoint(
 ) -> None:
     original = session.DFlashObjective.loss
     monkeypatch.setattr(
-        session.DFlashObjective, "loss",
+        session.DFlashObjective,
+        "loss",
         lambda self, index, step: original(self, index, step) * (torch.nan if step == 4 else 1.0),
-    )  # fmt: skip
+    )
     with pytest.raises(UserError, match=r"the loss is nan at step 4; the last checkpoint before it is .*dflash\.pt"):
         performed(request(target, tmp_path, steps=20))
     weights = torch.load(tmp_path / "work" / "dflash.pt", weights_only=True)["model"]
@@ -381,9 +391,13 @@ def test_an_estimate_tries_a_little_and_keeps_nothing(target: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(("after", "is_useful"), [(1.31, True), (1.02, False)])
 def test_the_command_trains_and_says_how_to_use_it(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    after: float, is_useful: bool,
-) -> None:  # fmt: skip
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    after: float,
+    is_useful: bool,
+) -> None:
     words = f"train --target {target} --out {tmp_path} --written 3 --steps 2 --rate 0.01 --max-new-tokens 6 --sampled 0"
     monkeypatch.setattr("sys.argv", ["dflash-bench", *words.split()])
     measured = iter([1.0, *[after] * 9])

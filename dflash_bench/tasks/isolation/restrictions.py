@@ -257,9 +257,23 @@ def readable() -> list[str]:
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION, _PATH_BENEATH = 1, 1
 (
-    _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_DIR, _REMOVE_FILE, _MAKE_CHAR, _MAKE_DIR, _MAKE_REG,
-    _MAKE_SOCK, _MAKE_FIFO, _MAKE_BLOCK, _MAKE_SYM, _REFER, _TRUNCATE, _IOCTL_DEV,
-) = (1 << bit for bit in range(16))  # fmt: skip
+    _EXECUTE,
+    _WRITE_FILE,
+    _READ_FILE,
+    _READ_DIR,
+    _REMOVE_DIR,
+    _REMOVE_FILE,
+    _MAKE_CHAR,
+    _MAKE_DIR,
+    _MAKE_REG,
+    _MAKE_SOCK,
+    _MAKE_FIFO,
+    _MAKE_BLOCK,
+    _MAKE_SYM,
+    _REFER,
+    _TRUNCATE,
+    _IOCTL_DEV,
+) = (1 << bit for bit in range(16))
 _NUM_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 """Number of rights by version of Landlock; later versions have no new file rights."""
 _TCP_BIND_AND_CONNECT, _ABSTRACT_SOCKETS_AND_SIGNALS = 3, 3

@@ -85,8 +85,11 @@ def plot(material: Material) -> Any:
     figure, axes_of = style.panels(groups, 2.0, material.label, sharex=True)
     for group, axes in axes_of.items():
         here = [(cell.method, share) for cell, share in found if style.group_of(cell) == group]
-        axes.barh([name for name, _ in here], [100 * (1 - share) for _, share in here],
-                  color=[look[name]["color"] for name, _ in here])  # fmt: skip
+        axes.barh(
+            [name for name, _ in here],
+            [100 * (1 - share) for _, share in here],
+            color=[look[name]["color"] for name, _ in here],
+        )
     style.name_axes(axes_of, "% of the time", "")
     return style.finish(figure, axes_of, "Waiting for a core", num_panels=len(groups))
 
@@ -98,11 +101,14 @@ def busy(context: CellContext) -> Observation | None:
 
 MEASUREMENT = Measurement(
     name="waiting",
-    option=(bool, under("Measuring")(
-        "Also measure how long the process waits for a core (Linux).",
-        default=False,
-        conflicts=(rules.one_process("--waiting", lambda options: options.workers is not None),),
-    )),
+    option=(
+        bool,
+        under("Measuring")(
+            "Also measure how long the process waits for a core (Linux).",
+            default=False,
+            conflicts=(rules.one_process("--waiting", lambda options: options.workers is not None),),
+        ),
+    ),
     opens=opened,
     entry=str,
     columns={"waited_s": "double"},
@@ -113,15 +119,21 @@ MEASUREMENT = Measurement(
     },
     metrics=(
         Metric(
-            id="on_core", formula="sum(prefill_s + decode_s) / the same with the time of waiting for a core",
-            unit="share", top=("on_core_s",), bottom=("on_core_or_waiting_s",), is_timing=True,
+            id="on_core",
+            formula="sum(prefill_s + decode_s) / the same with the time of waiting for a core",
+            unit="share",
+            top=("on_core_s",),
+            bottom=("on_core_or_waiting_s",),
+            is_timing=True,
             shown=(Shown("results", 9, "on a\ncore", digits=3, is_optional=True),),
-            in_comparison=True, is_compared=True, may_fall=0.1,
+            in_comparison=True,
+            is_compared=True,
+            may_fall=0.1,
         ),
     ),
     sections=sections,
     plots={"waiting": ("Shorter is better: other work took the cores.", plot)},
     findings={
-        "busy_machine": (busy, "{waiting:.0%} of the time it waited for a core", "stop other work, and run again"),
+        "busy_machine": (busy, "{waiting:.0%} of the time it waited for a core", "stop other work, and run again")
     },
-)  # fmt: skip
+)

@@ -46,11 +46,29 @@ def main() -> None:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("--model", "--alias", "--host", "--flash-attn", "--cache-type-k", "--cache-type-v", "--model-draft",
-                 "--spec-type", "--cache-type-k-draft", "--cache-type-v-draft"):  # fmt: skip
+    for name in (
+        "--model",
+        "--alias",
+        "--host",
+        "--flash-attn",
+        "--cache-type-k",
+        "--cache-type-v",
+        "--model-draft",
+        "--spec-type",
+        "--cache-type-k-draft",
+        "--cache-type-v-draft",
+    ):
         parser.add_argument(name)
-    for name in ("--port", "--ctx-size", "--parallel", "--spec-draft-n-max", "--batch-size", "--ubatch-size",
-                 "--spec-ngram-simple-size-n", "--spec-ngram-simple-size-m"):  # fmt: skip
+    for name in (
+        "--port",
+        "--ctx-size",
+        "--parallel",
+        "--spec-draft-n-max",
+        "--batch-size",
+        "--ubatch-size",
+        "--spec-ngram-simple-size-n",
+        "--spec-ngram-simple-size-m",
+    ):
         parser.add_argument(name, type=int)
     parser.add_argument("--spec-synth-rates", default="")
     parser.add_argument("--threads", type=int, default=1)

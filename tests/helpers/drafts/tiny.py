@@ -101,8 +101,11 @@ def record(inner: Any, module: nn.Module, target: Target, prompts: Sequence[Sequ
         tokens, logits, read, following = recorded.proposed[i]
         alive = [row for row, new in enumerate(step.emitted) if new is not None]
         recorded.proposed[i] = (
-            tokens[alive], logits[alive], [read[row] for row in alive], [following[row] for row in alive]
-        )  # fmt: skip
+            tokens[alive],
+            logits[alive],
+            [read[row] for row in alive],
+            [following[row] for row in alive],
+        )
     return recorded
 
 

@@ -64,19 +64,23 @@ AROUND = (
     Around("clock", "work before prompts are begun", patched(Target, "begin", in_clocks.after_work)),
     Around("clock", "prompts begun once they are read", in_clocks.begun_late),
     Around(
-        "clock", "plain decoding that sleeps 30 ms per round",
+        "clock",
+        "plain decoding that sleeps 30 ms per round",
         # A pass of transformers' code takes so long on a busy machine that this need not be four times as much.
-        patched(NoDrafter, "propose", lambda _: lambda _self: time.sleep(SLEEP_S)), ("native",), (1,),
+        patched(NoDrafter, "propose", lambda _: lambda _self: time.sleep(SLEEP_S)),
+        ("native",),
+        (1,),
     ),
     Around("counter", "every two rounds told as one", in_bookkeeping(in_clocks.merged)),
     Around("counter", "a token told as another", in_bookkeeping(in_clocks.another_token)),
     Around("counter", "an answer told without its end", in_bookkeeping(in_clocks.without_end)),
     Around(
-        "tokenizer", "texts backwards",
+        "tokenizer",
+        "texts backwards",
         patched(LocalBackend, "decode", lambda sound: lambda self, ids: sound(self, ids)[::-1]),
     ),
     Around("scorer", "every answer is right", patched(scorers, "score", always(Score("1", True)))),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

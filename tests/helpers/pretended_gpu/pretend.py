@@ -23,10 +23,17 @@ from helpers.pretended_gpu.traced import changed, leaves, traced
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
 READS = {
-    aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.masked_select.default,
-    aten._unique2.default, aten.unique_consecutive.default, aten.bincount.default, aten.is_nonzero.default,
-    aten.repeat_interleave.Tensor, aten.argwhere.default,
-}  # fmt: skip
+    aten._local_scalar_dense.default,
+    aten.equal.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.unique_consecutive.default,
+    aten.bincount.default,
+    aten.is_nonzero.default,
+    aten.repeat_interleave.Tensor,
+    aten.argwhere.default,
+}
 """Operations whose result, or its shape, the host needs before it can go on."""
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 WHOLE = {aten.scaled_dot_product_attention.default, aten.rms_norm.default}
@@ -63,9 +70,13 @@ class DeviceTensor(Tensor):
     @staticmethod
     def __new__(cls, inner: Tensor) -> DeviceTensor:
         made: DeviceTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
             device=CUDA,
-        )  # fmt: skip
+        )
         made.inner = inner
         return made
 
@@ -197,9 +208,13 @@ class Device(TorchDispatchMode):
         return changed(result, Tensor, lambda one: inner[id(one)] if id(one) in inner else DeviceTensor(one))
 
     def _notice(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ours: Sequence[Tensor],
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        ours: Sequence[Tensor],
         foreign: Sequence[Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         name = func._schema.name.removeprefix("aten::")
         if not any(value.alias_info and not value.alias_info.is_write for value in func._schema.returns):
             self.launches[name] += self.is_watched

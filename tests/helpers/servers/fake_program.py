@@ -79,9 +79,10 @@ def answering(does: Mapping[str, Any]) -> dict[str, Any]:
     ends = frozenset(tokens[-1] for tokens in answers.values() if len(tokens) < does["most"])
     words = does.get("words", {})
     return {
-        "answer": lambda prompt, _: answers[prompt], "ends": ends,
+        "answer": lambda prompt, _: answers[prompt],
+        "ends": ends,
         "text": lambda tokens: "".join(words[str(token)] for token in tokens),
-    }  # fmt: skip
+    }
 
 
 class Dying(FakeServer):

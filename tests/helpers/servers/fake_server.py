@@ -109,9 +109,12 @@ class FakeServer(AbstractContextManager["FakeServer"]):
                 pages["POST", "/reset_prefix_cache"] = ""
         elif does.dialect == "sglang":
             pages["GET", "/server_info"] = {
-                "model_path": "org/fake", "dtype": "float32", "version": "0.5.9", "internal_states": [{}],
+                "model_path": "org/fake",
+                "dtype": "float32",
+                "version": "0.5.9",
+                "internal_states": [{}],
                 "speculative_num_draft_tokens": does.block + 1 if does.block else None,
-            }  # fmt: skip
+            }
             pages["POST", "/flush_cache"] = "Cache flushed.\n"
         elif does.dialect == "llamacpp":
             pages["GET", "/props"] = {"default_generation_settings": {}, "build_info": "b9-abc", "total_slots": 1}
@@ -126,10 +129,11 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         prefix = self.does.dialect
         count = self.count
         of = {
-            "spec_decode_num_drafts": count.drafts, "spec_decode_num_draft_tokens": count.drafted,
+            "spec_decode_num_drafts": count.drafts,
+            "spec_decode_num_draft_tokens": count.drafted,
             "spec_decode_num_accepted_tokens": count.accepted,
             "tokens_predicted" if prefix == "llamacpp" else "generation_tokens": count.tokens,
-        }  # fmt: skip
+        }
         lines = ["# HELP process_start_time_seconds Start time", "process_start_time_seconds 1.7e+09"]
         for name, value in of.items():
             # As vLLM does with several engines: a line for each, and the time at which each was created.
@@ -207,10 +211,12 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         if fault != "cut":
             ids: dict[str, Any] = {"choices": [{"text": "x", "token_ids": ["1"]}], "output_ids": ["1"], "tokens": ["1"]}
             broken = {
-                "bad_json": b'data: {"choices": [\n\n', "bad_utf8": b'data: {"text": "\xff\xfe"}\n\n',
-                "no_object": b"data: [1, 2]\n\n", "error_event": b'data: {"error": {"message": "out of blocks"}}\n\n',
+                "bad_json": b'data: {"choices": [\n\n',
+                "bad_utf8": b'data: {"text": "\xff\xfe"}\n\n',
+                "no_object": b"data: [1, 2]\n\n",
+                "error_event": b'data: {"error": {"message": "out of blocks"}}\n\n',
                 "bad_ids": b"data: " + json.dumps(ids).encode() + b"\n\n",
-            }  # fmt: skip
+            }
             await _chunk(writer, broken[fault])
         writer.write(b"0\r\n\r\n")
         await writer.drain()
@@ -232,9 +238,16 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         count = self._count(prompt, rounds, len(tokens), most)
         finish = finish if fault != "odd_finish" else "abort"
         said = Said(
-            does, path, tokens, count, hits, len(prompt), finish, body.get("detokenize") is False,
+            does,
+            path,
+            tokens,
+            count,
+            hits,
+            len(prompt),
+            finish,
+            body.get("detokenize") is False,
             "continuous_usage_stats" in body.get("stream_options", ()) or body.get("timings_per_token", False),
-        )  # fmt: skip
+        )
         while self.most_at_once < does.waits_for:
             await asyncio.sleep(0.01)
         await asyncio.sleep(does.ttft_s)

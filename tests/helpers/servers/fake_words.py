@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-FAULTS = (
-    "hangup", "reset", "cut", "429", "500", "503", "redirect", "slow", "bad_json", "bad_utf8", "no_object", "no_usage",
-    "endless", "duplicate", "one_piece", "error_event", "bad_ids", "odd_finish", "counters_back", "others",
-)  # fmt: skip
+FAULTS = tuple(
+    """
+    hangup reset cut 429 500 503 redirect slow bad_json bad_utf8 no_object no_usage endless duplicate one_piece
+    error_event bad_ids odd_finish counters_back others
+    """.split()
+)
 MODEL = "fake-model"
 END = 1
 """The token that ends an answer, which has no text."""
@@ -146,10 +148,12 @@ class Said:
             choice["token_ids"] = ids
         if self.does.dialect == "tensorrt_llm" and is_last and self.does.block:
             choice["speculative_decoding"] = {
-                "num_spec_steps": self.count.drafts, "total_accepted_draft_tokens": self.count.accepted,
-                "total_draft_tokens": self.count.drafted, "num_spec_tokens": self.does.block,
+                "num_spec_steps": self.count.drafts,
+                "total_accepted_draft_tokens": self.count.accepted,
+                "total_draft_tokens": self.count.drafted,
+                "num_spec_tokens": self.does.block,
                 **({"acceptance_histogram": self.count.histogram} if self.does.counts_positions else {}),
-            }  # fmt: skip
+            }
         if self.does.dialect == "sglang" and is_last:
             choice["meta_info"] = self.spec_meta() | {"completion_tokens": num}
         return {"id": "c", "object": "chunk", "choices": [choice], **self.so_far(num)}
@@ -190,9 +194,10 @@ class Said:
             event["timings"] = timings
         if self.does.counts_by_request:
             spoken = {
-                "num_spec_steps": self.count.drafts, "num_accepted_draft_tokens": self.count.accepted,
+                "num_spec_steps": self.count.drafts,
+                "num_accepted_draft_tokens": self.count.accepted,
                 "num_draft_tokens": self.count.drafted,
-            }  # fmt: skip
+            }
             spoken |= {"acceptance_histogram": self.count.histogram} if self.does.counts_positions else {}
             event["metrics"] = {"speculative_decoding": spoken}
         return [*([] if fault == "no_usage" else [event]), b"data: [DONE]\n\n"]
