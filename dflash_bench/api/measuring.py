@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
+from html import escape
 from inspect import formatannotation
+from io import StringIO
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.secrets import arguments
+from dflash_bench.models import presets
 from dflash_bench.results.store import RUNS
+from dflash_bench.runner import session
+from dflash_bench.runner.config import RunRequest
+from dflash_bench.runner.session import Progress
 
 if TYPE_CHECKING:
     from dflash_bench.api.options import Options
     from dflash_bench.api.reading import Run
-    from dflash_bench.runner.config import RunRequest
-import sys
-from html import escape
-from io import StringIO
-
-from dflash_bench.runner.session import Progress
 
 Words = str | Sequence[str]
 """One value, or several."""
@@ -79,8 +81,6 @@ def measure(request: RunRequest, out: Path | None, resume: bool, tell: Callable[
 
     `shown` are fields of `session.Caller`; without them only a notebook shows progress.
     """
-    from dflash_bench.runner import session
-
     if resume and out is None:
         raise UserError("--resume needs --out FOLDER, the run to continue")
     # tqdm warns of missing widgets in a notebook, although no bar of it is shown.
@@ -92,16 +92,12 @@ def measure(request: RunRequest, out: Path | None, resume: bool, tell: Callable[
 
 def default_folder(request: RunRequest) -> Path:
     """Return the folder of a run without `out`: results/runs/TIME-MODEL below the current folder."""
-    from dflash_bench.models import presets
-
     name = presets.name(request.name).rpartition("/")[2]
     return RUNS / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}"
 
 
 def request_of(**options: Any) -> RunRequest:
     """Return the request of these options. Raises UserError for an unknown name."""
-    from dflash_bench.runner.config import RunRequest
-
     return RunRequest(**{"suites": (), "methods": ()} | typed_options(RunRequest, options, "option", ALIASES))
 
 
@@ -130,8 +126,6 @@ def _type_name(kind: Any) -> str:
 def _value(field: str, kind: str, value: Any) -> Any:
     """Return the value in the type of its field."""
     if field == "launch_args":
-        from dflash_bench.core.secrets import arguments
-
         return arguments(value, "--launch-args")
     if field in ("drafts", "servers", "over") and isinstance(value, Mapping):
         return tuple(f"{name}={_listed(values)}" for name, values in value.items())

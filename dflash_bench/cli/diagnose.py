@@ -17,7 +17,8 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import json_text, write_text
 from dflash_bench.core.option import MOST_TOKENS, options_of, whole_numbers
 from dflash_bench.core.secrets import command
-from dflash_bench.core.terminal import note, say
+from dflash_bench.core.terminal import note, say, status
+from dflash_bench.core.types import Settings
 from dflash_bench.runner.config import RunRequest
 
 app = typer.Typer()
@@ -69,8 +70,6 @@ def verify_distribution(
 
     Exit status 1: tokens are not drawn as often as they should be, or too few drafts were tested to decide.
     """
-    from dflash_bench.core.terminal import status
-    from dflash_bench.core.types import Settings
     from dflash_bench.diagnose import distribution
     from dflash_bench.diagnose import goodness_of_fit as analysis
     from dflash_bench.diagnose import show as report
@@ -136,7 +135,6 @@ def profile(
     Times plain steps, verification of n tokens, and drafting; compares them with the least time that this device would
     need; and prints the acceptance length from which on drafting pays. Needs no prompts.
     """
-    from dflash_bench.core.terminal import status
     from dflash_bench.diagnose import profile
     from dflash_bench.report import perf as shown
     from dflash_bench.report import plots
@@ -182,7 +180,6 @@ def doctor(request: RunRequest, as_json: options.AsJson = False) -> None:
     Exit status 1: a cause was found.
     """
     from dflash_bench.api.tools import examine
-    from dflash_bench.core.terminal import status
     from dflash_bench.diagnose import show
 
     with status() as tell:
@@ -253,7 +250,6 @@ def conform(
     Exit status 1: a case or a server differs, or a case is not read. Exit status 2: this cannot be determined, because
     the server hides its counts.
     """
-    from dflash_bench.core.terminal import status
     from dflash_bench.diagnose import conform, conform_server, golden_cases, show, show_conform
 
     _require_folder(out)

@@ -13,10 +13,11 @@ from typer import Argument, Option
 
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command
+from dflash_bench.core import option
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.files import io_error, json_lines, json_text, require_output, write_output, write_text
 from dflash_bench.core.labels import WIDTH, visible
-from dflash_bench.core.terminal import note, say, wide
+from dflash_bench.core.terminal import note, say, wide, with_bar
 
 if TYPE_CHECKING:
     from dflash_bench.report.document import Document
@@ -88,7 +89,6 @@ def index(
 
     A table that can be filtered by model, suites, method, machine and engine, and the page of each run.
     """
-    from dflash_bench.core.terminal import with_bar
     from dflash_bench.report import site
     from dflash_bench.results.store import RUNS
 
@@ -406,7 +406,6 @@ def replay(
     For runs recorded with --record every-position, acceptance is exact; for others it is an estimate, and marked so.
     """
     from dflash_bench import api
-    from dflash_bench.core import option
     from dflash_bench.replay import text as shown
 
     def read(flag: str, text: str | None, *, whole: bool = True) -> Any:
@@ -543,7 +542,6 @@ def plot(
     Runs in a trend must have the same settings, except for differences that --allow accepts.
     """
     from dflash_bench import api, report
-    from dflash_bench.core.terminal import with_bar
     from dflash_bench.report import plots
 
     plots.check_kind(kind, paper)
@@ -564,7 +562,6 @@ def plot(
 def _plot_trend(runs: list[Path], out: Path | None, kind: str, allow: list[str]) -> None:
     from dflash_bench import api, report
     from dflash_bench.analysis.compare import check_allowed, require_comparable
-    from dflash_bench.core.terminal import with_bar
     from dflash_bench.report import plots
 
     if out is None:

@@ -11,7 +11,7 @@ from typer import Option
 
 from dflash_bench.cli import net, options
 from dflash_bench.cli.command import GroupedHelp
-from dflash_bench.core.terminal import note, say
+from dflash_bench.core.terminal import note, say, status
 from dflash_bench.training.config import TrainRequest
 
 app = typer.Typer()
@@ -35,7 +35,6 @@ def train(
     The target answers the prompts, the draft learns from the answers, and decoding held-out prompts with it, before and
     after, shows what it is worth. If interrupted, the same command continues.
     """
-    from dflash_bench.core.terminal import status
     from dflash_bench.models.presets import table
     from dflash_bench.training import cards, session
 

@@ -26,7 +26,7 @@ from dflash_bench.core.files import json_of, write_json, write_text
 from dflash_bench.core.methods import Method
 from dflash_bench.core.option import check_options, options_of, to_json
 from dflash_bench.measurements.server_memory import measured_memory
-from dflash_bench.models import presets
+from dflash_bench.models import architecture, formats, loading, memory, mtp_heads, presets, targets
 from dflash_bench.models.presets import MTP, Preset, parse_drafts
 from dflash_bench.racing import recommendation as shown
 from dflash_bench.racing.race import ContextFit, Load, Race, decisions, drifted, slices
@@ -430,8 +430,6 @@ def _usable(request: RunRequest) -> Iterator[Method]:
 
 
 def _has_heads(model: Preset) -> bool:
-    from dflash_bench.models import mtp_heads, targets
-
     try:
         mtp_heads.read(targets.find_target(model.target), headers_only=True)
     except UserError:
@@ -441,16 +439,12 @@ def _has_heads(model: Preset) -> bool:
 
 def _is_recurrent(model: Preset, request: RunRequest) -> bool:
     """Return whether the target has layers that cannot verify trees."""
-    from dflash_bench.models import architecture, targets
-
     config = targets.config_of(targets.find_target(model.target), request.trust_remote_code)
     return bool(architecture.recurrent_layers(config))
 
 
 def _varied(request: RunRequest, found: Sequence[Method], model: Preset) -> Iterator[Method]:
     """Yield each method unchanged, and with each shorter length and cut that the user has not set."""
-    from dflash_bench.models import formats, loading, memory, targets
-
     is_launched, counts = request.launch is not None, model.num_drafts or {}
     shape = targets.shape_of(targets.find_target(model.target))
     for method in found:
