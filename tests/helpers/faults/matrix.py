@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -16,19 +16,23 @@ import pytest
 import torch
 
 from dflash_bench import cli
+from dflash_bench.api import measuring
 from dflash_bench.core.methods import parse
 from dflash_bench.core.types import Answer, Message
 from dflash_bench.engine import backend as engine_backend
-from dflash_bench.engine.backend import open_backend
+from dflash_bench.engine.backend import LocalBackend, open_backend
 from dflash_bench.engine.drafter import Captures, Drafter
 from dflash_bench.engine.forward import choice
 from dflash_bench.engine.graphs import GraphCache
+from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.models import loading
 from dflash_bench.models.presets import preset
+from dflash_bench.perf import measure
 from dflash_bench.results import store
-from dflash_bench.runner import loop
+from dflash_bench.runner import loop, setup
 from dflash_bench.runner.loop import WarmUp
+from dflash_bench.runner.plan import RunPlan
 from dflash_bench.runner.work import WorkItem
 from dflash_bench.tasks import suites
 from helpers.faults.in_engine import Fault
@@ -88,6 +92,10 @@ WAYS = tuple(
 """All there are."""
 
 
+ENGINES: dict[Way, LocalBackend] = {}
+"""Those that are open for `decoded`, with all methods."""
+
+
 @cache
 def models(dtype: str) -> loading.Models:
     return LOAD(preset("nano"), ["dflash", "eagle3"], "cpu", getattr(torch, dtype))
@@ -99,13 +107,15 @@ def without_answer(_plan: Any, _backend: Any, item: WorkItem) -> WarmUp:
 
 
 @contextmanager
-def planted(fault: Fault | None, way: Way) -> Iterator[pytest.MonkeyPatch]:
+def planted(fault: Fault | None, way: Way, has_forwards: bool = False) -> Iterator[pytest.MonkeyPatch]:
+    """Time no passes, unless the run `has_forwards`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "load", lambda *_: models(way.dtype))
         # Others read the same models afterwards.
         patch.setattr(choice, "let_go", lambda _model: None)
-        # Nothing is timed here.
         patch.setattr(loop, "_warm_up", without_answer)
+        if not has_forwards:
+            patch.setattr(measure, "forward_curve", lambda _target: None)
         if way.captured:
             patch.setattr(engine_backend, "capture_passes", traced_passes)
         if fault is not None:
@@ -138,15 +148,39 @@ def run(fault: Fault | None, way: Way, out: Path, part: Part = WHOLE) -> tuple[i
     return status, store.load(out)[1]
 
 
-def ended(fault: Fault | None, way: Way, out: Path, part: Part = WHOLE) -> tuple[int, str, str]:
+def ended(
+    fault: Fault | None, way: Way, out: Path, part: Part = WHOLE, has_forwards: bool = False
+) -> tuple[int, str, str]:
     """The same; exit status, output and errors."""
     words: list[object] = ["run", "--out", out, "--limit", part.limit or way.limit, "--max-new-tokens", part.most]
     words += ["--engine", way.engine, *["--kernels", "torch"] * way.by_torch]
     words += ["--dtype", way.dtype, "--concurrency", way.concurrency]
     words += [word for suite in part.suites for word in ("--suite", suite)]
     words += [word for method in part.methods for word in ("--method", method)]
-    with planted(fault, way):
+    with planted(fault, way, has_forwards):
         return command(*words)
+
+
+def decoded(fault: Fault | None, way: Way, out: Path, part: Part = WHOLE) -> list[Answer]:
+    """Rows of the same run, by an engine that the first run of its way opened; nothing is timed or shown."""
+    asked = measuring.request_of(
+        suite=part.suites, methods=part.methods, limit=part.limit or way.limit, max_new_tokens=part.most,
+        engine=way.engine, kernels="torch" if way.by_torch else None, dtype=way.dtype, concurrency=way.concurrency,
+    )  # fmt: skip
+
+    def opens(plan: RunPlan, begins: Callable[[str], object]) -> LocalBackend:
+        if way not in ENGINES:
+            ENGINES[way] = setup.open_local(replace(plan, methods=tuple(map(parse, ("ar", *METHODS)))), begins)
+        opened = ENGINES[way].only([method.label for method in plan.methods])
+        opened.limits = Limits(part.most, opened.limits.stop_ids)
+        if way.captured:
+            # Earlier captures hold what was planted then.
+            traced_passes(opened.target, opened.drafters.values(), None)
+        return opened
+
+    with planted(fault, way):
+        measuring.measure(asked, out, False, lambda _: None, opens=opens)
+    return store.load(out)[1]
 
 
 def command(*words: object) -> tuple[int, str, str]:

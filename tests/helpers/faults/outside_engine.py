@@ -102,7 +102,7 @@ class Told:
 def outcome(one: Around | None, way: Way, out: Path, part: Part = matrix.WHOLE) -> Told:
     """Of one run of nano with the mistake, or of a sound one."""
     fault = None if one is None else Fault(one.name, one.plant)
-    status, _, error = matrix.ended(fault, way, out, part)
+    status, _, error = matrix.ended(fault, way, out, part, has_forwards=True)
     if status == 2:
         return Told(status, status, (error.strip().splitlines()[-1],))
     check, shown, _ = matrix.command("check", out, "--json")
