@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import typer.main
 
 from dflash_bench import cli
 from dflash_bench.core import terminal
+from helpers.cases import seed
 
 # Whoever runs the tests in the background has them ignore what Ctrl-C sends, and some libraries stop ignoring it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -67,15 +67,6 @@ def shared_models_stay_what_they_are() -> Iterator[None]:
 def random_numbers_of_its_own(shared_models_stay_what_they_are: None) -> None:
     """A test draws the same ones whatever ran before it."""
     seed()
-
-
-def seed() -> None:
-    """Of what is loaded: most tests need no torch."""
-    random.seed(0)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(0)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture

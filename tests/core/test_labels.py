@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dflash_bench.core import labels
+from helpers.cases import in_one_test
 from helpers.runs import answers, asked, stored
 
 Main = Callable[..., tuple[int, str, str]]
@@ -20,7 +21,7 @@ COMMIT = "740312add88f781978c0658806c59bc2815b9866"
 FOLDER = "folder /srv/eval/data"
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("source", "label"),
     [
         ("embedded", "gsm8k (embedded)"),
@@ -54,7 +55,7 @@ def run(tmp_path: Path) -> Path:
     return stored(tmp_path / "run", answers(), **asked("gsm8k", source=FOLDER))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "words",
     [
         ["report", "run"],
@@ -67,10 +68,9 @@ def run(tmp_path: Path) -> Path:
         ["compare", "run", "--against", "paper:qwen3-8b"],
         ["check", "run", "--all"],
     ],
-    ids=" ".join,
 )
 def test_every_text_names_the_source(words: list[str], run: Path, main: Main) -> None:
-    code, shown, _ = main(*words)
+    code, shown, _ = main(*(run if word == "run" else word for word in words))
     assert code == 0
     assert "gsm8k (folder data)" in shown
 

@@ -18,6 +18,7 @@ from dflash_bench.engine.rows import DecodingError, HostClock, Limits
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
+from helpers.cases import in_one_test
 from helpers.decoding import (
     PARTS,
     PROMPTS,
@@ -54,9 +55,9 @@ def test_the_toy_answers_are_varied_and_end_in_different_ways() -> None:
     assert len({token for answer in given for token in answer}) > 15
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 8])
-@pytest.mark.parametrize("num_drafts", [1, 2, 5, 16])
-@pytest.mark.parametrize("kind", changes(VOCAB, STOP))
+@in_one_test("num_rows", [1, 3, 8])
+@in_one_test("num_drafts", [1, 2, 5, 16])
+@in_one_test("kind", changes(VOCAB, STOP))
 def test_every_chain_gives_the_plain_tokens(kind: str, num_drafts: int, num_rows: int) -> None:
     expected = answers(PROMPTS)
     for first in range(0, len(PROMPTS) - num_rows + 1, num_rows):
@@ -72,8 +73,8 @@ def test_plain_decoding_gives_the_plain_tokens(num_rows: int) -> None:
     assert out.tokens == answers(PROMPTS[:num_rows])
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 8])
-@pytest.mark.parametrize("shape", ["chain", "branching", "duplicates", "late"])
+@in_one_test("num_rows", [1, 3, 8])
+@in_one_test("shape", ["chain", "branching", "duplicates", "late"])
 def test_every_tree_gives_the_plain_tokens(shape: str, num_rows: int) -> None:
     prompts = PROMPTS[:num_rows]
     drafter = Tree(texts(prompts), 4, shape, VOCAB)
@@ -82,9 +83,9 @@ def test_every_tree_gives_the_plain_tokens(shape: str, num_rows: int) -> None:
     assert max(count for step in out.rounds for count in step.accepted) >= 3
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 8])
-@pytest.mark.parametrize("num_drafts", [1, 15, 59])
-@pytest.mark.parametrize("top_k", [1, 2, 10])
+@in_one_test("num_rows", [1, 3, 8])
+@in_one_test("num_drafts", [1, 15, 59])
+@in_one_test("top_k", [1, 2, 10])
 def test_trees_of_any_shape_give_the_plain_tokens(top_k: int, num_drafts: int, num_rows: int) -> None:
     for first in range(0, len(PROMPTS) - num_rows + 1, num_rows):
         prompts = PROMPTS[first : first + num_rows]
@@ -159,9 +160,9 @@ def cut(answer: list[int], stop_ids: frozenset[int]) -> list[int]:
     return answer[: ends[0]] if ends else answer
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
-@pytest.mark.parametrize("num_rows", [1, 3, 8])
-@pytest.mark.parametrize("num_drafts", [1, 2, 5, 16])
+@in_one_test("kind", ["qwen3", "llama"])
+@in_one_test("num_rows", [1, 3, 8])
+@in_one_test("num_drafts", [1, 2, 5, 16])
 def test_every_chain_gives_the_plain_tokens_of_a_random_network(kind: str, num_drafts: int, num_rows: int) -> None:
     target = Target(tiny(kind))
     prompts, free = PROMPTS[:num_rows], free_answers(kind)[:num_rows]
@@ -177,7 +178,7 @@ def test_every_chain_gives_the_plain_tokens_of_a_random_network(kind: str, num_d
     assert run(target, NoDrafter(), prompts, 16, stop_ids=stop_ids).tokens == expected
 
 
-@pytest.mark.parametrize("shape", ["chain", "branching", "duplicates", "late"])
+@in_one_test("shape", ["chain", "branching", "duplicates", "late"])
 def test_every_tree_gives_the_plain_tokens_of_a_random_network(shape: str) -> None:
     target, prompts = Target(tiny("qwen3")), PROMPTS[:3]
     expected = free_answers("qwen3")[:3]
@@ -187,8 +188,8 @@ def test_every_tree_gives_the_plain_tokens_of_a_random_network(shape: str) -> No
     assert max(count for step in out.rounds for count in step.accepted) >= 3
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 8])
-@pytest.mark.parametrize("num_drafts", [1, 15, 59])
+@in_one_test("num_rows", [1, 3, 8])
+@in_one_test("num_drafts", [1, 15, 59])
 def test_trees_of_any_shape_give_the_plain_tokens_of_a_random_network(num_drafts: int, num_rows: int) -> None:
     target, prompts, free = Target(tiny("llama")), PROMPTS[:num_rows], free_answers("llama")[:num_rows]
     stop_ids = frozenset({free[0][5], free[-1][11]})
@@ -212,13 +213,13 @@ def test_a_stop_token_inside_a_block_ends_the_row_there() -> None:
     assert len(out.rounds) == 1 and len(out.rounds[0].emitted[0] or ()) == at < 17
 
 
-@pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 6, 7, 8])
+@in_one_test("max_new_tokens", [1, 2, 3, 6, 7, 8])
 def test_a_limit_inside_a_block_ends_the_row_there(max_new_tokens: int) -> None:
     out = run(table(), Scripted(texts(PROMPTS), 5), PROMPTS, max_new_tokens)
     assert out.tokens == [table().answer(prompt, max_new_tokens) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("max_new_tokens", [2, 3, 6, 7])
+@in_one_test("max_new_tokens", [2, 3, 6, 7])
 def test_a_stop_or_a_limit_inside_a_tree_ends_the_row_there(max_new_tokens: int) -> None:
     prompt = PROMPTS[0]
     free = table().answer(prompt, 24)
@@ -507,9 +508,9 @@ def test_the_counting_of_transfers_counts(monkeypatch: pytest.MonkeyPatch) -> No
     assert counted.count == 6
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("num_rows", [1, 3])
-@pytest.mark.parametrize("method", PARTS)
+@in_one_test("temperature", [0.0, 1.0])
+@in_one_test("num_rows", [1, 3])
+@in_one_test("method", PARTS)
 def test_a_round_takes_one_transfer_to_the_host(
     method: str, num_rows: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -522,8 +523,8 @@ def test_a_round_takes_one_transfer_to_the_host(
     assert counted.count == num_rounds
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-@pytest.mark.parametrize("method", PARTS)
+@in_one_test("num_rows", [1, 3])
+@in_one_test("method", PARTS)
 def test_caches_stay_where_they_are_from_round_to_round(method: str, num_rows: int) -> None:
     target, drafter = PARTS[method]()
     caches = [target, drafter] if method != "plain" else [target]
@@ -543,8 +544,8 @@ def decoded(target: Any, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> 
     return run(target, drafter, prompts, 12)
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-@pytest.mark.parametrize("method", PARTS)
+@in_one_test("num_rows", [1, 3])
+@in_one_test("method", PARTS)
 def test_what_an_earlier_generation_left_behind_changes_nothing(method: str, num_rows: int) -> None:
     short = [[9], [8, 7, 6], [5, 4]][:num_rows]
     target, drafter = PARTS[method]()

@@ -23,6 +23,7 @@ from dflash_bench.models import loading, presets
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import vocabulary_map
 from dflash_bench.models.nets.layers import Rotary
+from helpers.cases import in_one_test
 from helpers.drafts.tiny import (
     DFLASH,
     PROMPTS,
@@ -65,8 +66,8 @@ def dflash_from_scratch(
     return logits
 
 
-@pytest.mark.parametrize("block_size", [2, 8, 12])
-@pytest.mark.parametrize("rows", [[1], [0, 1, 2]])
+@in_one_test("block_size", [2, 8, 12])
+@in_one_test("rows", [[1], [0, 1, 2]])
 def test_cached_dflash_drafts_equal_a_full_recomputation(block_size: int, rows: list[int]) -> None:
     target = Target(tiny("llama"))
     drafter = dflash_drafter(target, block_size)
@@ -107,8 +108,8 @@ def test_dflash_proposes_one_token_less_than_its_block_the_trained_one_if_not_to
     assert dflash_drafter(target, 12).num_drafts == 11
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-@pytest.mark.parametrize("block_size", [2, 3, 8, 12, 17])
+@in_one_test("num_rows", [1, 3])
+@in_one_test("block_size", [2, 3, 8, 12, 17])
 def test_dflash_gives_the_plain_tokens(block_size: int, num_rows: int) -> None:
     target = Target(tiny("qwen3"))
     out = run(target, dflash_drafter(target, block_size), PROMPTS[:num_rows], 20)
@@ -119,8 +120,8 @@ def test_dflash_gives_the_plain_tokens(block_size: int, num_rows: int) -> None:
 # EAGLE-3.
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 6])
-@pytest.mark.parametrize("rows", [[1], [0, 1, 2]])
+@in_one_test("num_drafts", [1, 2, 6])
+@in_one_test("rows", [[1], [0, 1, 2]])
 def test_a_cached_eagle3_chain_equals_a_full_recomputation(num_drafts: int, rows: list[int]) -> None:
     target = Target(tiny("llama"))
     drafter = eagle3_drafter(target, num_drafts, reduced())
@@ -165,8 +166,8 @@ def test_the_vocabulary_map_keeps_the_most_frequent_tokens() -> None:
     assert t2d.nonzero()[:, 0].tolist() == [1, 3, 5]
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-@pytest.mark.parametrize("num_drafts", [1, 2, 5, 16])
+@in_one_test("num_rows", [1, 3])
+@in_one_test("num_drafts", [1, 2, 5, 16])
 def test_eagle3_gives_the_plain_tokens(num_drafts: int, num_rows: int) -> None:
     target = Target(tiny("qwen3"))
     out = run(target, eagle3_drafter(target, num_drafts), PROMPTS[:num_rows], 20)
@@ -344,8 +345,8 @@ def denoised(drafter: DFlashDrafter, features: Tensor, anchor: int, steps: int) 
     return [fixed[place] for place in range(size - 1)]
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 7, 12])
-@pytest.mark.parametrize("rows", [[1], [0, 1, 2]])
+@in_one_test("steps", [1, 2, 3, 7, 12])
+@in_one_test("rows", [[1], [0, 1, 2]])
 def test_each_step_fixes_the_surest_tokens_and_predicts_the_others_anew(steps: int, rows: list[int]) -> None:
     target = Target(tiny("llama"))
     drafter = DFlashDrafter(enlarged(DFlashDraft(DFLASH)), target.embedding, target.head, steps=steps)
@@ -355,8 +356,8 @@ def test_each_step_fixes_the_surest_tokens_and_predicts_the_others_anew(steps: i
             assert tokens[row].tolist() == denoised(drafter, features, following[row][-1], steps)
 
 
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("steps", [2, 5])
+@in_one_test("shifted", [False, True])
+@in_one_test("steps", [2, 5])
 def test_several_steps_give_the_plain_tokens_and_other_drafts_than_one(steps: int, shifted: bool) -> None:
     target, draft = Target(tiny("qwen3")), enlarged(DFlashDraft(replace(DFLASH, shifted_labels=shifted)))
     drafts = []

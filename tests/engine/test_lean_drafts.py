@@ -18,6 +18,7 @@ from dflash_bench.engine.masks import causal_mask
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.nets.layers import Rotary
+from helpers.cases import in_one_test
 from helpers.drafts.tiny import DFLASH, EAGLE3
 
 CPU = torch.device("cpu")
@@ -61,10 +62,10 @@ def as_in_decoding() -> Iterator[None]:
 STARTS = [[0], [5], [0, 0], [5, 2]]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("starts", STARTS)
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("changes", [{}, {"attention_bias": True}, {"num_kv_heads": 4}, {"num_kv_heads": 1}])
+@in_one_test("compiled", [False, True])
+@in_one_test("starts", STARTS)
+@in_one_test("dtype", TOLERANCES)
+@in_one_test("changes", [{}, {"attention_bias": True}, {"num_kv_heads": 4}, {"num_kv_heads": 1}])
 def test_dflash_context_and_block_are_those_of_the_published_network(
     changes: dict[str, Any], dtype: torch.dtype, starts: list[int], compiled: bool
 ) -> None:
@@ -111,10 +112,10 @@ EAGLE3_KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("starts", STARTS)
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("kind", EAGLE3_KINDS)
+@in_one_test("compiled", [False, True])
+@in_one_test("starts", STARTS)
+@in_one_test("dtype", TOLERANCES)
+@in_one_test("kind", EAGLE3_KINDS)
 def test_an_eagle3_step_is_that_of_the_published_network(
     kind: str, dtype: torch.dtype, starts: list[int], compiled: bool
 ) -> None:

@@ -17,6 +17,7 @@ from dflash_bench.engine.drafters.dflash_ngram import DFlashNGramDrafter
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models import datastore, presets
+from helpers.cases import in_one_test
 from helpers.nano import encoded, models
 
 QUESTIONS = [
@@ -81,7 +82,7 @@ def with_method(typed: str) -> LocalBackend:
     return LocalBackend(opened.target, models().tokenizer, {"it": opened.drafters[method.label]}, opened.limits)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("typed", "said"),
     [
         ("rest", "needs a datastore"),

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.masks import PassMask, TargetMasks
+from helpers.cases import in_one_test
 
 CAPACITY = 32
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 5])
+@in_one_test("dtype", [torch.float32, torch.bfloat16])
+@in_one_test("window", [None, 5])
 def test_no_mask_on_a_device_begins_between_places_that_its_attention_reads_from(
     dtype: torch.dtype, window: int | None
 ) -> None:

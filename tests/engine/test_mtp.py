@@ -24,6 +24,7 @@ from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.selection import compile_like, target_of
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
+from helpers.cases import in_one_test
 from helpers.drafts.mtp import Formula, drafter, heads
 from helpers.drafts.tiny import PROMPTS
 from helpers.golden_drafts import CASES, assert_drafts_as_published
@@ -185,11 +186,10 @@ def _state_of_another_row(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MTPDrafter, "propose", faulty)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3.5"])
-@pytest.mark.parametrize(
+@in_one_test("kind", ["qwen3", "qwen3.5"])
+@in_one_test(
     "plant",
     [_not_rolled_back, _own_states_kept, _one_place_late, _embedding_of_the_state, _state_of_another_row],
-    ids=lambda plant: plant.__name__.strip("_").replace("_", " "),
 )
 def test_a_planted_fault_changes_what_is_drafted(
     kind: str, plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

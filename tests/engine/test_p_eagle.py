@@ -17,6 +17,7 @@ from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.p_eagle import PEagleDraft
+from helpers.cases import in_one_test
 from helpers.drafts.p_eagle import drafter, made
 from helpers.drafts.tiny import PROMPTS, propose, record
 from helpers.golden_drafts import assert_drafts_as_published
@@ -96,8 +97,8 @@ def by_formula(draft: PEagleDraft, table: Tensor, features: Tensor, tokens: list
     return norm(x[n - 1 :], "norm") @ w["lm_head.weight"].T
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("rows", "num_drafts"), [([1], 4), ([0, 1, 2], 4), ([0, 1, 2], 1)])
+@in_one_test("variant", VARIANTS)
+@in_one_test(("rows", "num_drafts"), [([1], 4), ([0, 1, 2], 4), ([0, 1, 2], 1)])
 def test_cached_drafts_are_what_the_formula_says(variant: str, rows: list[int], num_drafts: int) -> None:
     target = Target(tiny("llama"))
     tested = drafter(target, num_drafts, made(**VARIANTS[variant]))
@@ -112,8 +113,8 @@ def test_cached_drafts_are_what_the_formula_says(variant: str, rows: list[int], 
     assert len({tuple(tokens[0].tolist()) for tokens, *_ in recorded.proposed}) > 1
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 5, 16])
-@pytest.mark.parametrize("num_rows", [1, 3])
+@in_one_test("num_drafts", [1, 2, 5, 16])
+@in_one_test("num_rows", [1, 3])
 def test_its_answers_are_the_plain_ones_to_limits_and_stops(num_drafts: int, num_rows: int) -> None:
     target, prompts = Target(tiny("qwen3")), PROMPTS[:num_rows]
     for limit in (1, 2, 20):

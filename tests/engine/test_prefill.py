@@ -19,6 +19,7 @@ from dflash_bench.engine.forward import native
 from dflash_bench.engine.selection import name_of, target_of
 from dflash_bench.engine.target import Output, Target
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
+from helpers.cases import in_one_test
 from helpers.drafts.tiny import EAGLE3, eagle3_drafter, enlarged
 from helpers.tiny_architectures import ATTENTION, HYBRID, made
 from helpers.toy import generated, run, tiny
@@ -72,7 +73,7 @@ def test_parts_give_what_one_pass_gives(way: str, size: int, monkeypatch: pytest
     assert_near(behind.hidden, block.hidden)
 
 
-@pytest.mark.parametrize("way", ["native", "transformers", "qwen3.5", "a window in all layers"])
+@in_one_test("way", ["native", "transformers", "qwen3.5", "a window in all layers"])
 def test_answers_are_those_of_the_published_code(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     in_parts_of(monkeypatch, 5)
     target = WAYS[way]()
@@ -151,7 +152,7 @@ def long(kind: str, engine: str, kernels: str | None = None) -> Target:
 LONG = [(kind, engine, "eagle3") for kind in ("qwen3", "mistral") for engine in ("native", "transformers")]
 
 
-@pytest.mark.parametrize(("kind", "engine", "drafts"), [*LONG, ("qwen3", "native", "draft model")])
+@in_one_test(("kind", "engine", "drafts"), [*LONG, ("qwen3", "native", "draft model")])
 def test_memory_grows_with_a_prompt_and_not_with_its_square(
     kind: str, engine: str, drafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

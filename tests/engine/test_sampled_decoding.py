@@ -17,6 +17,7 @@ from dflash_bench.engine.rows import HostClock, Limits
 from dflash_bench.engine.sampling import Sampling, penalised, probabilities
 from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
+from helpers.cases import in_one_test
 from helpers.decoding import PARTS, PROMPTS, STOP, VOCAB, texts, transfers
 from helpers.toy import RandomTree, Sampled, Scripted, TableTarget, Tree, follows, plain, run, sometimes_wrong, tiny
 
@@ -67,8 +68,8 @@ def test_a_repetition_penalty_changes_greedy_answers_as_defined() -> None:
         assert alone(name) != [table().answer(prompt, 24, frozenset({STOP})) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 8])
-@pytest.mark.parametrize("name", SAMPLINGS)
+@in_one_test("num_rows", [1, 3, 8])
+@in_one_test("name", SAMPLINGS)
 def test_every_drafter_gives_the_plain_tokens(name: str, num_rows: int) -> None:
     for first in range(0, len(PROMPTS) - num_rows + 1, num_rows):
         rows = slice(first, first + num_rows)
@@ -117,8 +118,8 @@ def test_a_row_draws_in_any_slot_what_it_draws_alone() -> None:
 # Real networks, and the judge.
 
 
-@pytest.mark.parametrize("penalty", [1.3, 0.8])
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@in_one_test("penalty", [1.3, 0.8])
+@in_one_test("kind", ["qwen3", "llama"])
 def test_greedy_answers_under_a_penalty_are_those_of_transformers_and_the_judge_says_so(
     kind: str, penalty: float
 ) -> None:
@@ -146,8 +147,8 @@ def test_greedy_answers_under_a_penalty_are_those_of_transformers_and_the_judge_
     assert judge.divergence(prompt, expected, wrong, penalty).verdict == "mismatch"
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("method", PARTS)
+@in_one_test("temperature", [0.0, 1.0])
+@in_one_test("method", PARTS)
 def test_a_penalty_takes_no_transfer_of_its_own(
     method: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +247,7 @@ def test_sampled_blocks_belong_to_the_request_too() -> None:
         assert single.tokens == [tokens]
 
 
-@pytest.mark.parametrize("name", ["top-k", "top-p", "min-p", "penalty", "all"])
+@in_one_test("name", ["top-k", "top-p", "min-p", "penalty", "all"])
 def test_drafts_that_know_nothing_of_the_filters_still_give_the_targets_distribution(name: str) -> None:
     """q may be anything, as long as tokens are drawn from it."""
     target, sampling, prompt, num_rows = TableTarget(5, 32), SAMPLINGS[name], [1, 2], 3000

@@ -11,6 +11,7 @@ from dflash_bench.core import environment
 from dflash_bench.models import catalogue, presets
 from dflash_bench.models.catalogue import Machine, fits
 from dflash_bench.models.presets import Preset
+from helpers.cases import in_one_test
 from helpers.fake_backend import main
 
 EIGHT = Preset("a/b", {}, billions=8.2)
@@ -25,7 +26,7 @@ def machine_(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     presets.table.cache_clear()
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("memory", "gpus", "expected"),
     [
         (64, [24], (True, "needs about 16 GB, has 24 GB")),

@@ -18,6 +18,7 @@ from dflash_bench.models import loading
 from dflash_bench.models.formats import read_checkpoint
 from dflash_bench.models.inspect import Inspection, inspect
 from dflash_bench.models.presets import NANO
+from helpers.cases import in_one_test
 
 HIDDEN, BLOCK, VOCABULARY = 128, 16, 1024
 
@@ -156,7 +157,7 @@ def told(seen: Inspection) -> str:
     return " ".join(str(problem) for problem in seen.problems)
 
 
-@pytest.mark.parametrize("what", EDITS)
+@in_one_test("what", EDITS)
 def test_a_kind_is_read_as_what_it_is_or_refused_by_its_name(what: str, tmp_path: Path) -> None:
     edit = EDITS[what]
     try:
@@ -199,7 +200,7 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize("what", UNKNOWN)
+@in_one_test("what", UNKNOWN)
 def test_what_is_unknown_is_refused_by_name(what: str, tmp_path: Path) -> None:
     edit, name = UNKNOWN[what]
     with pytest.raises(UserError) as refused:
@@ -241,7 +242,7 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@in_one_test("name", OTHERS)
 def test_a_draft_of_another_kind_is_named_wherever_it_is_given(name: str, tmp_path: Path) -> None:
     kind, method, config, tensors = OTHERS[name]
     (tmp_path / "config.json").write_text(json.dumps(BODY | config))
@@ -274,8 +275,8 @@ def test_a_plain_draft_that_says_dflash2_is_refused(tmp_path: Path) -> None:
         inspect(str(changed(tmp_path, "dflash", {"projector_type": "dflash2"})))
 
 
-@pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0])
-@pytest.mark.parametrize("kinds", [["full_attention"] * 2, ["sliding_attention", "full_attention"]])
+@in_one_test("theta", [10_000.0, 1_000_000.0])
+@in_one_test("kinds", [["full_attention"] * 2, ["sliding_attention", "full_attention"]])
 def test_angles_that_differ_between_its_layers_are_refused(theta: float, kinds: list[str], tmp_path: Path) -> None:
     angles = {"full_attention": {"rope_theta": 1_000_000.0}, "sliding_attention": {"rope_theta": theta}}
     folder = changed(tmp_path, "dflash", rope_parameters=angles, layer_types=kinds, sliding_window=64)

@@ -22,6 +22,7 @@ from dflash_bench.models import chat, loading, presets, targets
 from dflash_bench.models.formats import save_draft
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
+from helpers.cases import in_one_test
 from helpers.toy import tiny
 
 
@@ -287,7 +288,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@in_one_test("damage", DAMAGES, copying="model")
 def test_a_damaged_target_is_refused_in_one_line(damage: str, model: Path) -> None:
     change, message = DAMAGES[damage]
     change(model / "target")

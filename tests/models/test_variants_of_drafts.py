@@ -12,6 +12,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.models.formats import TargetShape, read_checkpoint, variants, zlab
 from dflash_bench.models.formats import bodies as formats_bodies
 from helpers import tiny
+from helpers.cases import in_one_test
 
 TARGET = TargetShape(tiny.HIDDEN, tiny.VOCABULARY, tiny.LAYERS)
 
@@ -45,7 +46,7 @@ REFUSED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("key", REFUSED)
+@in_one_test("key", REFUSED, copying="model")
 def test_a_key_of_dflash_config_that_changes_or_may_change_the_network_is_refused_by_name(
     key: str, model: Path
 ) -> None:
@@ -54,7 +55,7 @@ def test_a_key_of_dflash_config_that_changes_or_may_change_the_network_is_refuse
         read(model / "dflash")
 
 
-@pytest.mark.parametrize("key", sorted(zlab.UNREAD_BESIDE.keys() - {"selector_rank", "selector_top_k"}))
+@in_one_test("key", sorted(zlab.UNREAD_BESIDE.keys() - {"selector_rank", "selector_top_k"}), copying="model")
 def test_the_same_keys_are_refused_beside_it(key: str, model: Path) -> None:
     edit(model / "dflash", None, {key: 7.5})
     with pytest.raises(UserError, match="not supported"):
@@ -104,7 +105,7 @@ UNSOUND: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("told", UNSOUND)
+@in_one_test("told", UNSOUND, copying="model")
 def test_a_body_that_cannot_be_is_one_line(told: str, model: Path) -> None:
     edit(model / "dflash", "dflash_config", UNSOUND[told])
     with pytest.raises(UserError, match=told):
@@ -124,7 +125,7 @@ def test_keys_of_another_kind_than_the_architecture_are_refused(told: str, model
         read(model / "dflash")
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("changes", "told"),
     [
         ({"conv_kernel_size": 2, "conv_group_size": 7, "selector_rank": 8}, "conv_group_size cannot be 7"),
@@ -132,6 +133,7 @@ def test_keys_of_another_kind_than_the_architecture_are_refused(told: str, model
         ({"conv_kernel_size": 0, "selector_rank": 8, "selector_top_k": 10**6}, "selector_top_k cannot be 1000000"),
         ({"conv_kernel_size": 2}, r"DFlash2DraftModel, .*selector_rank"),
     ],
+    copying="model",
 )
 def test_half_of_dflash_2_is_refused(changes: dict[str, Any], told: str, model: Path) -> None:
     edit(model / "dflash", None, {"architectures": ["DFlash2DraftModel"]})
@@ -140,14 +142,14 @@ def test_half_of_dflash_2_is_refused(changes: dict[str, Any], told: str, model: 
         read(model / "dflash")
 
 
-@pytest.mark.parametrize("key", variants.OF_LAYERS)
+@in_one_test("key", variants.OF_LAYERS, copying="model")
 def test_and_in_a_config_of_eagle3(key: str, model: Path) -> None:
     edit(model / "eagle3", None, {key: 7.5})
     with pytest.raises(UserError, match="not supported"):
         read(model / "eagle3")
 
 
-@pytest.mark.parametrize("key", variants.VARIANTS)
+@in_one_test("key", variants.VARIANTS, copying="model")
 def test_values_that_change_nothing_pass(key: str, model: Path) -> None:
     before = read(model / "dflash")
     for value in variants.VARIANTS[key][1]:
@@ -157,7 +159,7 @@ def test_values_that_change_nothing_pass(key: str, model: Path) -> None:
         assert read(model / "dflash") == before
 
 
-@pytest.mark.parametrize("key", variants.HARMLESS)
+@in_one_test("key", variants.HARMLESS, copying="model")
 def test_keys_that_say_how_it_was_trained_pass(key: str, model: Path) -> None:
     before = read(model / "dflash")
     edit(model / "dflash", "dflash_config", {key: 8})

@@ -11,6 +11,7 @@ import pytest
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Message, Settings
 from dflash_bench.servers.stream import StreamState
+from helpers.cases import in_one_test
 from helpers.servers.fake_server import END, FAULTS, FakeServer, tokens_of
 from helpers.servers.one_server import CHAT, backend, one
 
@@ -87,7 +88,7 @@ def test_every_fault_is_tried() -> None:
     assert {*MARKED} | {"no_usage", "others", "counters_back"} == {*FAULTS}
 
 
-@pytest.mark.parametrize("fault", MARKED)
+@in_one_test("fault", MARKED)
 def test_a_fault_is_the_error_of_its_answer_and_of_no_other(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash_bench.servers.client.WAITS_S", (0.0, 0.0))
     faults = dict.fromkeys((1, 2, 3) if fault == "hangup" else (1,), fault)
@@ -213,7 +214,7 @@ USAGE = {"include_usage": True}
 COUNTING = {**USAGE, "continuous_usage_stats": True}
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("refuses", "asked"),
     [
         (("continuous_usage_stats",), [COUNTING, USAGE, USAGE]),
@@ -238,7 +239,7 @@ def test_several_that_are_refused_at_once_are_all_asked_again() -> None:
     assert [one.error for one in served] == [None] * 4
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("does", "how", "hits"),
     [
         ({"dialect": "vllm"}, "flushed", None),
@@ -286,7 +287,7 @@ def test_several_at_a_time_are_as_many_as_asked_and_none_is_lost_or_doubled() ->
             assert "several" in (one_served.uncounted or "")
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("dialect", "asks", "is_said"),
     [("vllm", False, True), ("mlx", False, True), ("openai", False, False), ("openai", True, True)],
 )

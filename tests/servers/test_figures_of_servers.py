@@ -10,6 +10,7 @@ from dflash_bench.core.dialects import DIALECTS, AcceptanceCounts
 from dflash_bench.core.types import Generation
 from dflash_bench.servers.prometheus import difference, parse
 from dflash_bench.servers.stream import StreamState
+from helpers.cases import in_one_test
 
 Piece = tuple[float, str, list[int] | None, int | None]
 """When it arrives, its text, its ids, and the server's count of tokens up to here."""
@@ -32,7 +33,7 @@ ROLE: Piece = (0.15, "", [], None)
 """A chunk that names who speaks, and holds no token."""
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("pieces", "num_tokens", "num_decoded"),
     [
         # Every server sends its first token at 0.3 s, and its last at 0.9 s.
@@ -43,7 +44,6 @@ ROLE: Piece = (0.15, "", [], None)
         ([(0.3, "ab", [1, 2], None), (0.9, "cd", [3, 4], None)], 4, 2),
         ([(0.3, "abc", None, 3), (0.7, "d", None, 4), (0.9, "e", None, 5)], 5, 2),
     ],
-    ids=["ids", "counts as it goes", "text", "two ids at first", "three at first"],
 )
 def test_the_first_token_came_with_the_first_piece_and_the_last_with_the_last(
     pieces: list[Piece], num_tokens: int, num_decoded: int

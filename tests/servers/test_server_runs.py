@@ -19,6 +19,7 @@ from dflash_bench.analysis.cells import summarise
 from dflash_bench.core.dialects import UNKNOWN_RULE
 from dflash_bench.results import parts, store, table
 from dflash_bench.servers import dialects
+from helpers.cases import in_one_test
 from helpers.faults.matrix import command
 from helpers.refusals import assert_refused
 from helpers.runs import listed
@@ -133,7 +134,7 @@ def test_a_run_over_servers_holds_what_they_did(
     assert "memory, as predicted" not in out
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("forged", "why"),
     [
         (lambda row: {"total_rounds": row["total_rounds"] // 2}, TOTALS),
@@ -142,7 +143,6 @@ def test_a_run_over_servers_holds_what_they_did(
         (lambda row: {"counted_by": "sglang.derived", "total_accepted": row["total_accepted"] - 1}, TOTALS),
         (lambda row: {"counted_by": "unheard.of"}, f"its rounds follow {UNKNOWN_RULE}"),
     ],
-    ids=["merged rounds", "more accepted", "no drafts told", "another way of counting", "an unknown way of counting"],
 )
 def test_totals_that_are_not_those_of_the_tokens_are_found_by_check(
     main: Main, sound_run: Path, tmp_path: Path, forged: Callable[[dict[str, Any]], dict[str, Any]], why: str

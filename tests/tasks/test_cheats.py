@@ -13,6 +13,7 @@ from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.sandbox import ProgramLimits, ProgramOutcome
 from dflash_bench.tasks.scorers import score
 from helpers import forked_supervisors
+from helpers.cases import in_one_test
 from helpers.sandboxes import ASKED_BY_US, BOXES, MARKER, Box, num_processes
 
 LIMITS = ProgramLimits(cpu_s=3, wall_s=5.0)
@@ -74,7 +75,7 @@ def test_no_cheat_passes(box: Box, cheat: str) -> None:
     assert box.fails(SEND + CHEATS[cheat], limits, TESTS, ["double"])
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("returned", "said"),
     [
         ("object()", "a object"),
@@ -131,7 +132,7 @@ def test_errors_that_tests_expect_arrive(box: Box) -> None:
     assert box.run(program, LIMITS, f"{tests}\nassert f(1) == 1", ["f"]).passed
 
 
-@pytest.mark.parametrize("given", ["len", "object()", "[type]", "__import__('collections').Counter()"])
+@in_one_test("given", ["len", "object()", "[type]", "__import__('collections').Counter()"])
 def test_tests_that_give_what_is_no_plain_value_say_so_and_nothing_is_scored(box: Box, given: str) -> None:
     outcome = box.run("def f(x): return 1", LIMITS, f"assert f({given}) == 1", ["f"])
     assert (outcome.passed, outcome.by_value) == (None, False)

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from dflash_bench.tasks.sandbox import ProgramLimits
+from helpers.cases import in_one_test
 from helpers.sandboxes import Box
 
 LIMITS = ProgramLimits(folder_bytes=2**24, num_files=500)
@@ -84,10 +85,9 @@ assert made <= 500, made
 """
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "entry",
     ["open(str(n), 'w').close()", "os.mkdir(str(n))", "os.symlink('/', str(n))", "os.mkdir('d'); os.chdir('d')"],
-    ids=["files", "folders", "links", "nested"],
 )
 def test_files_cannot_be_multiplied(box: Box, entry: str) -> None:
     assert box.passes(MANY.replace("ENTRY", entry), LIMITS)

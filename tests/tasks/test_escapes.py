@@ -14,6 +14,7 @@ import pytest
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.isolation import restrictions
 from dflash_bench.tasks.sandbox import ProgramLimits
+from helpers.cases import in_one_test
 from helpers.sandboxes import REFUSED, RIGHT, Box, each, num_processes
 
 BRIEF = ProgramLimits(cpu_s=1, wall_s=0.5)
@@ -80,7 +81,7 @@ if fork() in (None, 0):
 """
 
 
-@pytest.mark.parametrize("end", ["assert False", "os.kill(os.getpid(), signal.SIGSTOP)\nassert False", "os._exit(0)"])
+@in_one_test("end", ["assert False", "os.kill(os.getpid(), signal.SIGSTOP)\nassert False", "os._exit(0)"])
 def test_no_daemon_stays(box: Box, end: str) -> None:
     box.fails(DAEMON + end)
     assert num_processes() == 0
@@ -333,7 +334,7 @@ def test_a_listening_server_hears_nothing(box: Box) -> None:
 # ---- programs that pretend to have finished --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("leave", ["os._exit(0)", "sys.exit(0)", "sys.exit()", "raise SystemExit"])
+@in_one_test("leave", ["os._exit(0)", "sys.exit(0)", "sys.exit()", "raise SystemExit"])
 def test_leaving_early_is_not_passing(box: Box, leave: str) -> None:
     assert box.fails(f"import os, sys\n{leave}\nassert False") == "did not finish"
 

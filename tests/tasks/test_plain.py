@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from dflash_bench.tasks.isolation import protocol, testing
 from dflash_bench.tasks.isolation.protocol import ClosedError, Link
+from helpers.cases import in_one_test
 
 LEAVES = (
     st.none()
@@ -77,7 +78,7 @@ class Colour(enum.IntEnum):
 Point = collections.namedtuple("Point", "x y")
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("value", "back"),
     [
         (Odd(7), 7),
@@ -122,7 +123,7 @@ def test_damaged_values_are_values_or_malformed(value: object, data: st.DataObje
         protocol.from_bytes(bytes(damaged))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "data",
     [
         b"",
@@ -181,7 +182,7 @@ def framed(value: object) -> bytes:
     return struct.pack("<I", len(data)) + data
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("sent", "verdict"),
     [
         (b"", "failed its program ended"),
@@ -207,7 +208,7 @@ def test_a_stand_in_takes_an_answer_and_nothing_else(
         hearing(monkeypatch, sent).stand_in("f")()
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("kind", "expected"),
     [
         ("ValueError", ValueError),

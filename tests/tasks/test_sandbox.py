@@ -17,6 +17,7 @@ import pytest
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.sandbox import Isolation, ProgramLimits, ProgramOutcome
 from helpers import forked_supervisors
+from helpers.cases import in_one_test
 from helpers.sandboxes import ASKED_BY_US, MARKER, RIGHT, SHORT, Box, num_processes, wait_until
 
 Patch = pytest.MonkeyPatch
@@ -87,7 +88,7 @@ def test_what_right_answers_use_is_there(box: Box) -> None:
     assert box.passes("\n".join(USED))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "program",
     [
         "import os, tempfile\nwith tempfile.TemporaryDirectory() as folder:\n    path = os.path.join(folder, 'file')\n"
@@ -96,7 +97,6 @@ def test_what_right_answers_use_is_there(box: Box) -> None:
         "import os\nos.makedirs('a/b'); open('a/b/here', 'w').close(); os.rename('a/b/here', 'there')\n"
         "open('there', 'a').truncate(0); os.remove('there'); os.removedirs('a/b')\nopen(os.devnull, 'w').write('x')",
     ],
-    ids=["tempfile", "files"],
 )
 def test_small_files_can_be_written_where_there_is_a_folder_in_memory(box: Box, program: str) -> None:
     """Without namespaces an answer that writes a file does not pass, and its error says why."""
@@ -183,7 +183,7 @@ PATIENT = "\nimport time\nwhile True: time.sleep(1)"
 TOO_MUCH = "No space left on device|Permission denied|Operation not permitted"
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "greed",
     [
         "for n in range(1000): open(str(n), 'w').close()",
@@ -192,7 +192,6 @@ TOO_MUCH = "No space left on device|Permission denied|Operation not permitted"
         "for n in range(1000): os.mkdir('d'); os.chdir('d')",
         "os.mkdir('closed', 0o300)\nfor n in range(16): open(f'closed/{n}', 'wb').write(bytes(2**20))",
     ],
-    ids=["many", "large", "reserved", "deep", "hidden"],
 )
 def test_filling_the_disk_is_stopped(box: Box, greed: str) -> None:
     """In memory of the sandbox's own there is no more room; on a disk nothing may be written."""
@@ -217,7 +216,7 @@ def test_nothing_is_left_on_disk(content: str, tmp_path: Path, monkeypatch: Patc
 # ---- supervisors that break down -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("script", "reason"),
     [
         ("raise SystemExit('no room')", "no room"),
@@ -307,8 +306,8 @@ def test_restrictions_that_are_missing_are_noticed(monkeypatch: Patch) -> None:
         assert not sandbox.holds(Isolation(seccomp=True, as_nobody=box.isolation.as_nobody))
 
 
-@pytest.mark.parametrize("version", range(1, 7))
-@pytest.mark.parametrize("box", [box for box in ASKED_BY_US if not box.isolation.namespaces], ids=str)
+@in_one_test("version", range(1, 7))
+@in_one_test("box", [box for box in ASKED_BY_US if not box.isolation.namespaces])
 def test_an_older_landlock_holds_with_the_filter(version: int, box: Box, monkeypatch: Patch) -> None:
     """It knows fewer rights; emptying a file that may be read, for one, is not among the first."""
     older = (

@@ -18,6 +18,7 @@ from dflash_bench.tasks import scorers
 from dflash_bench.tasks.sandbox import UNSAFE, ProgramLimits, strongest
 from dflash_bench.tasks.scorers import check_references, code, formulas, score
 from dflash_bench.tasks.scorers.base import Score
+from helpers.cases import in_one_test
 
 
 def prompt(reference: str | None = None, row: Mapping[str, Any] | None = None) -> Prompt:
@@ -79,7 +80,7 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize(("reference", "text", "right"), NUMBERS)
+@in_one_test(("reference", "text", "right"), NUMBERS)
 def test_gsm8k_numbers_are_compared_by_value(reference: str, text: str, right: bool) -> None:
     assert passed("gsm8k_number", reference, text) is right
 
@@ -89,7 +90,7 @@ def test_the_number_taken_is_recorded() -> None:
     assert score("gsm8k_number", prompt("#### 8"), "no idea") == Score(None, False)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("reference", "text", "right"),
     [
         ("25", r"\boxed{025}", True),
@@ -136,7 +137,7 @@ FORMULAS = [
 
 
 @needs_math_verify
-@pytest.mark.parametrize(("reference", "text", "right"), FORMULAS)
+@in_one_test(("reference", "text", "right"), FORMULAS)
 def test_formulas_are_compared_by_meaning(reference: str, text: str, right: bool) -> None:
     assert passed("math", reference, text) is right
 
@@ -242,7 +243,7 @@ MBPP = prompt(
 )
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("text", "right"),
     [
         ("```python\ndef double(x):\n    return 2 * x\n```", True),
@@ -334,7 +335,7 @@ def test_every_solution_of_mbpp_is_right(monkeypatch: pytest.MonkeyPatch) -> Non
         assert score("mbpp", prompt(row=row), f"```python\n{row['code']}\n```", CAGE).passed, row["task_id"]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("text", "letter"),
     [
         ("So it is B", "B"),
@@ -376,7 +377,7 @@ THOUGHTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "asked", "thinking", "answer", "right"), THOUGHTS)
+@in_one_test(("name", "asked", "thinking", "answer", "right"), THOUGHTS)
 def test_the_answer_alone_is_scored(name: str, asked: Prompt, thinking: str, answer: str, right: bool) -> None:
     assert score(name, asked, f"<think>{thinking}</think>\n\n{answer}").passed is right
     # Where marks are not in the text, it is known how much of it is thinking.

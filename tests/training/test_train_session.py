@@ -27,6 +27,7 @@ from dflash_bench.training.cards import Acceptance, acceptance_of
 from dflash_bench.training.config import BLOCKS, TrainRequest, check
 from dflash_bench.training.data import stored
 from helpers import tiny
+from helpers.cases import in_one_test
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +162,7 @@ def test_two_drafts_share_their_answers(target: Path, tmp_path: Path) -> None:
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "work" / "answers").iterdir()}
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("changes", "said"),
     [
         ({"slim": True}, "--slim needs --draft-vocab"),
