@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,24 @@ from helpers.cases import in_one_test
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.build(tmp_path_factory.mktemp("model")) / "target"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_measurements() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "MEASURED_TOKENS", 16)
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained_once(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return performed(request(target, tmp_path_factory.mktemp("trained"))).parent
+
+
+@pytest.fixture
+def trained(trained_once: Path, tmp_path: Path) -> Path:
+    """The output folder of `request(target, trained)`, which has been performed."""
+    return shutil.copytree(trained_once, tmp_path / "trained")
 
 
 def request(target: Path, out: Path, **changes: Any) -> TrainRequest:
@@ -109,16 +129,16 @@ def test_dflash2_begins_as_the_draft_that_it_is_given(target: Path, tmp_path: Pa
         performed(request(target, tmp_path / "third", init=folders["dflash@2"], slim=True))
 
 
-def test_training_goes_on_with_the_weights_as_they_are_stored(target: Path, tmp_path: Path) -> None:
+def test_training_goes_on_with_the_weights_as_they_are_stored(target: Path, trained: Path, tmp_path: Path) -> None:
     """Also those that float16 or bfloat16, in which training reads the target, cannot hold."""
-    first = performed(request(target, tmp_path / "first"))
+    first = trained / "dflash"
     stored = load_file(first / "model.safetensors")
     finer = {name: tensor.float() * (1 + 1e-4) for name, tensor in stored.items()}
     save_file(finer, first / "model.safetensors")
     performed(request(target, tmp_path / "second", init=str(first), steps=1, rate=1e-9))
-    trained = torch.load(tmp_path / "second/work/dflash.pt", weights_only=True)["model"]
+    weights = torch.load(tmp_path / "second/work/dflash.pt", weights_only=True)["model"]
     for name, tensor in finer.items():
-        torch.testing.assert_close(trained[name], tensor, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-6, atol=1e-7)
 
 
 def test_what_is_measured_in_training_is_what_a_run_says() -> None:
@@ -134,9 +154,13 @@ def test_what_is_measured_in_training_is_what_a_run_says() -> None:
     assert al == pytest.approx(1 + sum(accepted) / len(accepted)) and al > 1.2
 
 
-@pytest.mark.parametrize("method", ["dflash", "dspark", "mtp"])
-def test_an_interrupted_training_goes_on_and_ends_as_an_unbroken_one(method: str, target: Path, tmp_path: Path) -> None:
-    whole = performed(request(target, tmp_path / "whole", method=method))
+@pytest.mark.parametrize("method", ["dflash", "mtp"])
+def test_an_interrupted_training_goes_on_and_ends_as_an_unbroken_one(
+    method: str, target: Path, trained_once: Path, tmp_path: Path
+) -> None:
+    whole = trained_once / method
+    if not whole.exists():
+        whole = performed(request(target, tmp_path / "whole", method=method))
 
     def interrupt(text: str) -> None:
         if "step 3 " in text:
@@ -149,17 +173,16 @@ def test_an_interrupted_training_goes_on_and_ends_as_an_unbroken_one(method: str
 
 
 def test_a_rate_is_searched_for_among_those_that_were_tried(target: Path, tmp_path: Path) -> None:
-    folder = performed(request(target, tmp_path, rate=None, steps=20))
+    folder = performed(request(target, tmp_path, rate=None, steps=4))
     tried = json.loads((tmp_path / "work" / "dflash-rates.json").read_text())
     assert [float(rate) for rate in tried] == list(session.RATES)
     assert f"learning rate of matrices: {max(tried, key=tried.get)}" in (folder / "README.md").read_text()
 
 
-def test_two_drafts_share_their_answers(target: Path, tmp_path: Path) -> None:
-    performed(request(target, tmp_path))
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "work" / "answers").iterdir()}
-    performed(request(target, tmp_path, method="eagle3"))
-    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "work" / "answers").iterdir()}
+def test_two_drafts_share_their_answers(target: Path, trained: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (trained / "work" / "answers").iterdir()}
+    performed(request(target, trained, method="eagle3"))
+    assert before == {path: path.stat().st_mtime_ns for path in (trained / "work" / "answers").iterdir()}
 
 
 @in_one_test(
@@ -213,23 +236,22 @@ def test_a_draft_that_cannot_be_continued_leaves_nothing_behind_that_another_mus
     assert not (tmp_path / "out/work/dflash2.json").exists()
 
 
-def test_other_options_are_not_continued(target: Path, tmp_path: Path) -> None:
-    performed(request(target, tmp_path))
+def test_other_options_are_not_continued(target: Path, trained: Path) -> None:
     with pytest.raises(UserError, match="holds a draft already"):
-        performed(request(target, tmp_path))
-    (tmp_path / "dflash" / "README.md").unlink()
+        performed(request(target, trained))
+    (trained / "dflash" / "README.md").unlink()
     with pytest.raises(UserError, match="a training with steps 4, not 5"):
-        performed(request(target, tmp_path, steps=5))
+        performed(request(target, trained, steps=5))
     with pytest.raises(UserError, match="max_new_tokens 12, not 13"):
-        performed(request(target, tmp_path, max_new_tokens=13))
+        performed(request(target, trained, max_new_tokens=13))
 
 
-def test_a_draft_that_was_cut_off_while_it_was_written_is_written_again(target: Path, tmp_path: Path) -> None:
-    folder = performed(request(target, tmp_path))
+def test_a_draft_that_was_cut_off_while_it_was_written_is_written_again(target: Path, trained: Path) -> None:
+    folder = trained / "dflash"
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "README.md").unlink()
     (folder / "model.safetensors").write_bytes(b"")
-    assert performed(request(target, tmp_path)) == folder
+    assert performed(request(target, trained)) == folder
     assert (folder / "model.safetensors").read_bytes() == weights
 
 
@@ -322,13 +344,12 @@ def test_what_is_the_same_but_for_numbers_is_counted_apart(tmp_path: Path) -> No
     assert (one.num_shared, one.num_alike) == (1, 2)
 
 
-def test_states_that_are_computed_are_those_that_are_stored(target: Path, tmp_path: Path) -> None:
+def test_states_that_are_computed_are_those_that_are_stored(target: Path, trained_once: Path, tmp_path: Path) -> None:
     """Up to bfloat16: decoding reads a token at a time, and here all are read at once."""
-    performed(request(target, tmp_path / "stored"))
     performed(request(target, tmp_path / "fly", on_the_fly=True))
     assert not (tmp_path / "fly" / "work" / "answers").exists()
     models = loading.load(Preset(str(target), {}), [], "cpu", torch.bfloat16)
-    items = stored([tmp_path / "stored" / "work" / "answers"])
+    items = stored([trained_once / "work" / "answers"])
     again = stored([tmp_path / "fly" / "work" / "tokens"])
     assert [item.ids.tolist() for item in items] == [item.ids.tolist() for item in again]
     computed = ComputedStates(target_of(models.target), drafts.taps(4))([item.ids.tolist() for item in again])
@@ -336,7 +357,7 @@ def test_states_that_are_computed_are_those_that_are_stored(target: Path, tmp_pa
         near = torch.nn.functional.cosine_similarity(item.states.float(), states.float(), dim=-1)
         assert states.shape == item.states.shape and near.min() > 0.999
     histories = [
-        torch.load(tmp_path / name / "work" / "dflash.pt", weights_only=True)["history"] for name in ("stored", "fly")
+        torch.load(out / "work" / "dflash.pt", weights_only=True)["history"] for out in (trained_once, tmp_path / "fly")
     ]
     assert histories[0][-1]["loss"] == pytest.approx(histories[1][-1]["loss"], rel=0.02)
 
@@ -415,8 +436,8 @@ def test_the_command_trains_and_says_how_to_use_it(
     assert "Loading weights" not in err
 
 
-def test_what_a_draft_is_worth_is_measured_before_and_after(target: Path, tmp_path: Path) -> None:
-    measured = acceptance_of(performed(request(target, tmp_path)))
+def test_what_a_draft_is_worth_is_measured_before_and_after(trained_once: Path) -> None:
+    measured = acceptance_of(trained_once / "dflash")
     assert measured is not None and measured.al_before is not None and 1 <= measured.al_before < 1.5
     assert measured.num_prompts >= 1 and measured.al_pooled >= 1
 
