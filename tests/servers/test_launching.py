@@ -29,6 +29,7 @@ from dflash_bench.runner import launch
 from dflash_bench.servers import supervisor
 from dflash_bench.servers.launch import LaunchedServers, added_by_draft, program_named
 from helpers.cases import in_one_test
+from helpers.faults.matrix import command
 from helpers.processes import is_alive
 from helpers.refusals import assert_refused
 from helpers.servers.nano_words import nano_text
@@ -318,22 +319,23 @@ def test_what_cannot_be_launched_is_refused_before_anything_starts(
     assert not Path("run").exists()
 
 
-@pytest.fixture
-def engine(main: Main) -> dict[str, list[int]]:
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
     """What our engine answers, by the prompt's ids as JSON."""
     from dflash_bench.core.types import Message
     from dflash_bench.models import chat, targets
     from dflash_bench.models.presets import NANO
     from dflash_bench.results import run_info
 
-    assert main(*ASKED, "--method", "dflash", "--out", "engine")[0] == 0
+    run = tmp_path_factory.mktemp("engine") / "run"
+    assert command(*ASKED, "--method", "ngram", "--out", run)[0] == 0
     tokenizer = targets.tokenizer_of(NANO / "target", False)
-    turns = {prompt["prompt_id"]: prompt["turns"][0] for prompt in run_info.read_prompts(Path("engine"))}
+    turns = {prompt["prompt_id"]: prompt["turns"][0] for prompt in run_info.read_prompts(run)}
     return {
         json.dumps(chat.encode(tokenizer, [Message("user", turns[record.prompt_id])], False)): [
             *record.generation.token_ids
         ]
-        for record in store.load(Path("engine"))[1]
+        for record in store.load(run)[1]
         if record.method == "ar"
     }
 

@@ -17,7 +17,7 @@ from helpers.cases import in_one_test
 from helpers.sandboxes import ASKED_BY_US, BOXES, MARKER, Box, num_processes
 
 LIMITS = ProgramLimits(cpu_s=3, wall_s=5.0)
-ENDLESS = ProgramLimits(cpu_s=1, wall_s=2.0)
+ENDLESS = ProgramLimits(cpu_s=1, wall_s=0.5)
 """For cheats that take as much time as there is."""
 TESTS = """
 def check(candidate):
@@ -54,6 +54,11 @@ CHEATS = dict(
 """By name, each a program; the first six once reached "passed"."""
 
 
+FARTHEST = [param for param in BOXES if param.values[0] in (*ASKED_BY_US[:1], *ASKED_BY_US[-1:])]
+"""The cage with the most walls, and that with the fewest, in which a program is its keeper's own user."""
+in_the_farthest = pytest.mark.parametrize("box", FARTHEST, indirect=True)
+
+
 @pytest.fixture(params=BOXES)
 def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
     """Nothing of a program is alive afterwards. In the strongest sandbox they start as in a run, in the others warm."""
@@ -69,7 +74,8 @@ def test_a_right_answer_passes(box: Box) -> None:
     assert box.fails(WRONG, LIMITS, TESTS, ["double"]) == "exit status 1: AssertionError"
 
 
-@pytest.mark.parametrize("cheat", CHEATS)
+@in_the_farthest
+@in_one_test("cheat", CHEATS)
 def test_no_cheat_passes(box: Box, cheat: str) -> None:
     limits = ENDLESS if cheat in ("recursion without limit", "hashes that collide", "half an answer") else LIMITS
     assert box.fails(SEND + CHEATS[cheat], limits, TESTS, ["double"])
@@ -94,7 +100,8 @@ def test_what_is_no_plain_value_is_refused_by_name(box: Box, returned: str, said
     assert outcome == ProgramOutcome(False, expected, by_value=False)
 
 
-@pytest.mark.parametrize(
+@in_the_farthest
+@in_one_test(
     ("program", "tests", "reason"),
     [
         ("def f(): raise ValueError('no')", "f()", "exit status 1: ValueError: no"),
@@ -115,8 +122,7 @@ def test_what_is_no_plain_value_is_refused_by_name(box: Box, returned: str, said
     ],
 )
 def test_why_it_did_not_pass(box: Box, program: str, tests: str, reason: str) -> None:
-    limits = ProgramLimits(cpu_s=1, wall_s=0.5 if "sleep" in program else 2.0)
-    said = box.fails(program, limits, tests, ["f"])
+    said = box.fails(program, ENDLESS, tests, ["f"])
     assert re.fullmatch(reason, said), said
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import re
 
-import pytest
-
 from dflash_bench.tasks.sandbox import ProgramLimits
 from helpers.cases import in_one_test
 from helpers.sandboxes import Box
@@ -68,7 +66,7 @@ PIECES = {
 }
 
 
-@pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES.keys())
+@in_one_test("piece", PIECES.values())
 def test_the_limit_holds_for_what_is_held_without_a_name(box: Box, piece: str) -> None:
     assert box.passes(GREED.replace("PIECE", piece), LIMITS)
 

@@ -355,7 +355,7 @@ def test_saying_the_expected_words_everywhere_is_not_passing(box: Box) -> None:
     box.fails("import os\nos.closerange(0, 4096)")
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "override",
     [
         "import os; os._exit = print",

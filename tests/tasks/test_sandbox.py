@@ -134,7 +134,7 @@ def test_what_atexit_raises_comes_too_late_to_matter(box: Box) -> None:
 # ---- programs that are wrong -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("program", "reason"),
     [
         ("print('passed')\nassert 1 + 1 == 3, 'sum'", "exit status 1: AssertionError: sum"),

@@ -14,10 +14,11 @@ import pytest
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Prompt
-from dflash_bench.tasks import scorers
+from dflash_bench.tasks import sandbox, scorers
 from dflash_bench.tasks.sandbox import UNSAFE, ProgramLimits, strongest
 from dflash_bench.tasks.scorers import check_references, code, formulas, score
 from dflash_bench.tasks.scorers.base import Score
+from helpers import forked_supervisors
 from helpers.cases import in_one_test
 
 
@@ -224,8 +225,9 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize(("text", "right"), ANSWERS.values(), ids=ANSWERS.keys())
-def test_humaneval_answers_are_run_against_their_tests(text: str, right: bool) -> None:
+@in_one_test(("text", "right"), ANSWERS.values())
+def test_humaneval_answers_are_run_against_their_tests(text: str, right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "subprocess", forked_supervisors.SUBPROCESS)
     assert score("humaneval", HUMANEVAL, text, CAGE).passed is right
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
 from dflash_bench.core.types import Prompt
+from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.sandbox import UNSAFE, ProgramLimits, strongest
 from dflash_bench.tasks.scorers import code as code_scorers
 from dflash_bench.tasks.scorers import score
+from helpers import forked_supervisors
+from helpers.cases import in_one_test
 
 CAGE = strongest() or UNSAFE
 STUB = (
@@ -244,20 +247,24 @@ MBPP = {
 HUMANEVAL_ROW = {"prompt": STUB, "entry_point": "area", "test": TEST}
 
 
-@pytest.fixture(autouse=True)
-def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_scorers, "LIMITS", ProgramLimits(cpu_s=2, wall_s=20.0))
+@pytest.fixture(scope="module", autouse=True)
+def short_limits() -> Iterator[None]:
+    """And warm supervisors: what is scored here is the code that was found."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(code_scorers, "LIMITS", ProgramLimits(cpu_s=2, wall_s=20.0))
+        patch.setattr(sandbox, "subprocess", forked_supervisors.SUBPROCESS)
+        yield
 
 
 def passed(name: str, row: Mapping[str, Any], text: str) -> bool | None:
     return score(name, Prompt("suite", "0", ("question",), row=row), text, CAGE).passed
 
 
-@pytest.mark.parametrize(("text", "right"), HUMANEVAL.values(), ids=HUMANEVAL.keys())
+@in_one_test(("text", "right"), HUMANEVAL.values())
 def test_humaneval_finds_the_code_in_every_shape_and_no_wrong_code_passes(text: str, right: bool) -> None:
     assert passed("humaneval", HUMANEVAL_ROW, text) is right
 
 
-@pytest.mark.parametrize(("text", "right"), MBPP.values(), ids=MBPP.keys())
+@in_one_test(("text", "right"), MBPP.values())
 def test_mbpp_finds_the_code_in_every_shape_and_no_wrong_code_passes(text: str, right: bool) -> None:
     assert passed("mbpp", MBPP_ROW, text) is right
