@@ -50,16 +50,27 @@ def test_plain_decoding_in_our_loop_is_what_transformers_generates(kind: str) ->
         assert run(target, NoDrafter(), PROMPTS[:num_rows], NEW).tokens == expected[:num_rows]
 
 
-@pytest.mark.parametrize(("num_drafts", "num_rows"), [(1, 8), (2, 3), (5, 1), (5, 8), (16, 1), (16, 3)])
-@pytest.mark.parametrize("kind", KINDS)
+SIZES = [(1, 8), (5, 1), (16, 3), (2, 3), (5, 8), (16, 1)]
+"""Numbers of drafts and of rows."""
+
+
+@in_one_test(
+    ("kind", "num_drafts", "num_rows"),
+    [(kind, *SIZES[(number + half) % 6]) for number, kind in enumerate(KINDS) for half in (0, 3)],
+)
 def test_drafts_right_and_wrong_give_the_plain_tokens(kind: str, num_drafts: int, num_rows: int) -> None:
     target, expected = Target(made(kind)), answers(kind)[-num_rows:]
     drafter = Scripted(texts(kind)[-num_rows:], num_drafts, sometimes_wrong(0.75, VOCAB, seed=num_drafts))
     assert run(target, drafter, PROMPTS[-num_rows:], NEW).tokens == expected
 
 
-@pytest.mark.parametrize("change", changes(VOCAB, 1))
-@pytest.mark.parametrize("kind", KINDS)
+CHANGES = [*changes(VOCAB, 1)]
+
+
+@in_one_test(
+    ("kind", "change"),
+    [(kind, CHANGES[number]) for at, kind in enumerate(KINDS) for number in sorted({0, 1 + at % 6, 1 + (at + 2) % 6})],
+)
 def test_whatever_is_drafted_the_tokens_are_the_plain_ones(kind: str, change: str) -> None:
     stop = answers(kind)[1][6]
     expected = [cut(answer, stop) for answer in answers(kind)[:3]]

@@ -37,8 +37,15 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("forward", [{}, {"kernels": "torch"}, {"engine": "transformers"}], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "forward"),
+    [
+        *((name, forward) for name in CASES for forward in ({}, {"kernels": "torch"})),
+        # The draft is that of torch, and what it reads of a target does not depend on its kind.
+        ("zlab-embedding-scale", {"engine": "transformers"}),
+    ],
+    ids=str,
+)
 def test_drafts_are_those_of_the_publishers_code(name: str, forward: dict[str, str]) -> None:
     assert_drafts_as_published(name, "dflash", **forward)
 

@@ -260,12 +260,11 @@ class Keeping(Watching):
         return self.scripted.propose()
 
 
-@pytest.mark.parametrize("rows", [[1], [0, 1, 2]], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_they_draft_what_transformers_own_modules_draft(kind: str, rows: list[int], tmp_path: Path) -> None:
+def test_they_draft_what_transformers_own_modules_draft(kind: str, tmp_path: Path) -> None:
     folder = checkpoint(kind, tmp_path / "target")
     published = ByHand(kind) if kind in BY_HAND else Published(folder)
-    target, prompts = Target(targets.load(folder, "cpu", torch.float32)), [PROMPTS[row] for row in rows]
+    target, prompts = Target(targets.load(folder, "cpu", torch.float32)), PROMPTS[:3]
     draft = mtp_heads.load(folder, SHAPE_OF_TARGET, torch.float32, "cpu")
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, plain(target, prompts, 16), strict=True)]
     drafter = ModulesDrafter if draft.further else MTPDrafter
@@ -280,17 +279,16 @@ def test_they_draft_what_transformers_own_modules_draft(kind: str, rows: list[in
                     assert scores[best] - scores[drafted] < 1e-3
                     break
                 num_same += 1
-    assert num_same > 20 * len(rows) and len({tuple(tokens[0].tolist()) for _, _, tokens in watched.kept}) > 2
+    assert num_same > 60 and len({tuple(tokens[0].tolist()) for _, _, tokens in watched.kept}) > 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_they_draft_the_answer_is_the_plain_one(kind: str, tmp_path: Path) -> None:
     with db.Engine(target=checkpoint(kind, tmp_path / "target")) as engine:
-        for prompt in PROMPTS[:2]:
+        for prompt, method in zip(PROMPTS[:2], ("mtp", "mtp:1"), strict=True):
             expected = engine.generate(prompt, method="ar", max_new_tokens=20).token_ids
-            for method in ("mtp", "mtp:1", "mtp:rule=rejection"):
-                answer = engine.generate(prompt, method=method, max_new_tokens=20)
-                assert answer.token_ids == expected and answer.rounds
+            answer = engine.generate(prompt, method=method, max_new_tokens=20)
+            assert answer.token_ids == expected and answer.rounds
 
 
 def test_modules_in_turn_draft_in_slots_and_behind_parts_of_prompts_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,9 +77,14 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "of_draft", "of_target"),
-    [(name, *rows) for name in METHODS for rows in [(0, 31), (64, 0), (64, 31)]] + [("nvidia-lilicorr", 64, 0)],
+    [
+        *((name, 64, 31) for name in METHODS),
+        ("deepspec-dspark-vanilla", 0, 31),
+        ("deepspec-dspark-vanilla", 64, 0),
+        ("nvidia-lilicorr", 64, 0),
+    ],
 )
 def test_padding_that_no_text_uses_changes_no_round(name: str, of_draft: int, of_target: int, tmp_path: Path) -> None:
     """The padding of a draft is the likeliest token everywhere, if it is not left out."""

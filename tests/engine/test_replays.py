@@ -43,7 +43,7 @@ TEXTS = (
 def opened(labels: tuple[str, ...] = LABELS) -> LocalBackend:
     models = loading.load("nano", ["dflash", "eagle3"], "cpu", torch.float32)
     # Compiled kernels are not captured.
-    return open_backend(models, presets.preset("nano"), [parse(label) for label in labels], 20, kernels="torch")
+    return open_backend(models, presets.preset("nano"), [parse(label) for label in labels], 10, kernels="torch")
 
 
 def replaying(backend: LocalBackend, replays: Callable[[], GraphCache]) -> LocalBackend:

@@ -161,7 +161,6 @@ QUESTIONS = [
     "Write a Python function that says whether a number is prime.",
     "What is 3 + 4?",
     "Tom has 12 apples and gives 5 to Ann. How many apples does Tom have left?",
-    "Name three colours.",
     "What is 17 - 9?",
 ]
 TYPED = """
@@ -178,7 +177,7 @@ def backend() -> LocalBackend:
 
     chosen = [parse(typed) for typed in ("ar", *TYPED, *TOGETHER)]
     kinds = {method.draft for method in chosen if method.draft}
-    return open_backend(loading.load("nano", sorted(kinds), "cpu", torch.float32), presets.preset("nano"), chosen, 24)
+    return open_backend(loading.load("nano", sorted(kinds), "cpu", torch.float32), presets.preset("nano"), chosen, 14)
 
 
 def counts(given: Generation) -> tuple[Any, ...]:
@@ -218,7 +217,7 @@ def test_plain_answers_of_nano_are_those_of_the_published_model() -> None:
     prompts = [encoded(question) for question in QUESTIONS]
     given = backend().generate_ids("ar", prompts, num_rows=3)
     assert [list(one.token_ids) for one in given] == plain(
-        Target(models().target), prompts, 24, backend().limits.stop_ids
+        Target(models().target), prompts, 14, backend().limits.stop_ids
     )
 
 
