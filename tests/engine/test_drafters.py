@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_bench.engine.drafter import Committed, NoDrafter
@@ -18,7 +17,6 @@ from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.drafters.eagle3_tree import Eagle3TreeDrafter
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
-from dflash_bench.engine.verify import Draft
 from dflash_bench.models import loading, presets
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import vocabulary_map
@@ -64,22 +62,6 @@ def dflash_from_scratch(
     hidden = drafter.draft(drafter.embedding(ids), rotary.at(torch.arange(length, length + block)[None]), attend)
     logits: Tensor = drafter.head(hidden[:, 1:])[0]
     return logits
-
-
-@in_one_test("block_size", [2, 8, 12])
-@in_one_test("rows", [[1], [0, 1, 2]])
-def test_cached_dflash_drafts_equal_a_full_recomputation(block_size: int, rows: list[int]) -> None:
-    target = Target(tiny("llama"))
-    drafter = dflash_drafter(target, block_size)
-    recorded = record(drafter, target.head, target, [PROMPTS[row] for row in rows])
-    assert len(recorded.proposed) >= 4
-    for tokens, logits, read, following in recorded.proposed:
-        assert tokens.shape[1] == block_size - 1
-        for row, features in enumerate(read):
-            expected = dflash_from_scratch(drafter, features, following[row][-1])
-            assert torch.allclose(logits[row], expected, atol=1e-4)
-            assert tokens[row].tolist() == expected.argmax(dim=-1).tolist()
-    assert len({tuple(tokens[0].tolist()) for tokens, *_ in recorded.proposed}) > 1
 
 
 @pytest.mark.parametrize("make", [dflash_drafter, eagle3_drafter, eagle3_tree_drafter])
@@ -257,8 +239,7 @@ def test_trained_drafts_give_the_plain_tokens_and_are_often_right(name: str, nan
     target, prompts = Target(nano.target), encoded(nano)
     stop_ids = frozenset({nano.tokenizer.eos_token_id})
     expected = plain_answers(target, prompts, 24, stop_ids)
-    # Short drafts in many rows, long ones in any number; random drafts above take all lengths in few rows.
-    for num_drafts, num_rows in ((1, 8), (2, 3), (5, 1), (16, 1), (16, 3), (16, 8)):
+    for num_drafts, num_rows in ((2, 3), (16, 8)):
         rows = (prompts * 3)[:num_rows]
         out = run(target, trained(nano, name, target, num_drafts), rows, 24, stop_ids)
         assert out.tokens == (expected * 3)[:num_rows]
@@ -284,47 +265,6 @@ def test_a_trained_tree_draws_the_tokens_of_plain_decoding(nano: loading.Models)
     out = run(target, trained(nano, "eagle3-tree", target, 15), prompts, 24, sampling=sampling)
     assert out.tokens == run(target, NoDrafter(), prompts, 24, sampling=sampling).tokens
     assert any(count > 1 for step in out.rounds for count in step.accepted)
-
-
-def test_the_trained_dflash_draft_cached_equals_a_full_recomputation(nano: loading.Models) -> None:
-    target, prompts = Target(nano.target), encoded(nano)
-    drafter = trained(nano, "dflash", target, nano.drafts["dflash"].config.block_size - 1)
-    head = copy.copy(target.head)
-    drafter.head = head
-    watched = Recording(drafter, head)
-    run(target, watched, prompts, 40)
-    for logits, read, anchors in watched.kept:
-        for row, features in enumerate(read):
-            expected = nano_from_scratch(drafter, features, anchors[row])
-            assert torch.allclose(logits[row], expected, atol=1e-3)
-
-
-class Recording(Watching):
-    """The drafter's own drafts are used; its logits, what it had read and its anchors are kept."""
-
-    def __init__(self, inner: Any, head: nn.Module) -> None:
-        super().__init__(inner)
-        self.kept: list[tuple[Tensor, list[Tensor], list[int]]] = []
-        self.logits: list[Tensor] = []
-        head.register_forward_hook(lambda _module, _inputs, logits: self.logits.append(logits.clone()))
-
-    def propose(self) -> Draft | None:
-        draft = super().propose()
-        self.kept.append((self.logits[-1], [torch.stack(row) for row in self.read], list(self.anchors)))
-        return draft
-
-
-def nano_from_scratch(drafter: DFlashDrafter, features: Tensor, anchor: int) -> Tensor:
-    fresh = DFlashDrafter(drafter.draft, drafter.embedding, drafter.head, drafter.block_size)
-    fresh.begin(1, len(features))
-    tokens = torch.full((1, len(features)), anchor)
-    logits: list[Tensor] = []
-    hook = drafter.head.register_forward_hook(lambda _module, _inputs, out: logits.append(out))
-    with torch.inference_mode():
-        fresh.observe(Committed(features[None], tokens, tokens[:, -1], [0], [len(features)]))
-        fresh.propose()
-    hook.remove()
-    return logits[-1][0]
 
 
 # Several steps.
