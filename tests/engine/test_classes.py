@@ -46,8 +46,7 @@ def test_plain_decoding_in_our_loop_is_what_transformers_generates(kind: str) ->
     assert len({token for answer in expected for token in answer}) > 10
     target = Target(made(kind))
     assert run(target, NoDrafter(), PROMPTS[2:3], NEW).tokens == expected[2:3]
-    for num_rows in (3, 8):
-        assert run(target, NoDrafter(), PROMPTS[:num_rows], NEW).tokens == expected[:num_rows]
+    assert run(target, NoDrafter(), PROMPTS, NEW).tokens == expected
 
 
 SIZES = [(1, 8), (5, 1), (16, 3), (2, 3), (5, 8), (16, 1)]

@@ -12,13 +12,11 @@ import torch
 from dflash_bench.engine.drafter import Drafter, NoDrafter
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.judge import Judge
-from dflash_bench.engine.loop import decode
-from dflash_bench.engine.rows import HostClock, Limits
 from dflash_bench.engine.sampling import Sampling, penalised, probabilities
 from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
 from helpers.cases import in_one_test
-from helpers.decoding import PARTS, PROMPTS, STOP, VOCAB, texts, transfers
+from helpers.decoding import PROMPTS, STOP, VOCAB, texts
 from helpers.toy import RandomTree, Sampled, Scripted, TableTarget, Tree, follows, plain, run, sometimes_wrong, tiny
 
 SAMPLINGS = {
@@ -145,20 +143,6 @@ def test_greedy_answers_under_a_penalty_are_those_of_transformers_and_the_judge_
         assert departure is not None and departure.verdict == "mismatch"
     wrong = [*expected[:-1], (expected[-1] + 1) % 97]
     assert judge.divergence(prompt, expected, wrong, penalty).verdict == "mismatch"
-
-
-@in_one_test("temperature", [0.0, 1.0])
-@in_one_test("method", PARTS)
-def test_a_penalty_takes_no_transfer_of_its_own(
-    method: str, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, drafter = PARTS[method]()
-    sampling = Sampling(temperature, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
-    steps = decode(target, drafter, PROMPTS[:3], Limits(12), sampling, HostClock())
-    next(steps)
-    with transfers(monkeypatch) as counted:
-        num_rounds = sum(1 for _ in steps)
-    assert counted.count == num_rounds > 5
 
 
 # Rejection: drafts drawn from the draft's own probabilities.

@@ -1,19 +1,11 @@
-"""Ways to decode: targets with the drafters that fit them, prompts of different lengths, and counts of transfers."""
+"""Ways to decode: targets with the drafters that fit them, and prompts of different lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from dflash_bench.engine import loop
 from dflash_bench.engine.drafter import Drafter, NoDrafter
-from dflash_bench.engine.rows import to_host
 from dflash_bench.engine.target import Target
 from helpers.drafts.ddtree import ddtree_drafter
 from helpers.drafts.tiny import dflash_drafter, eagle3_drafter, eagle3_tree_drafter
@@ -38,49 +30,6 @@ def texts(prompts: Sequence[Sequence[int]], max_new_tokens: int = 24) -> list[li
     """Prompts with answers that run past stop tokens, limits and the context: drafts stay right behind them."""
     endless = TableTarget(VOCAB, context_length=999)
     return [[*prompt, *endless.answer(prompt, max_new_tokens + 40)] for prompt in prompts]
-
-
-class Transfers(TorchDispatchMode):
-    """Counts operations that on a GPU would wait for it: single values, and results whose shape depends on data."""
-
-    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        masked = func.overloadpacket.__name__ == "index" and any(
-            index is not None and index.dtype == torch.bool for index in args[1]
-        )
-        self.count += masked or func.overloadpacket.__name__ in self.WAITING
-        return func(*args, **kwargs or {})
-
-
-@contextmanager
-def transfers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Transfers]:
-    """`tolist`, `numpy` and `cpu` read memory without an operation of their own, so they are counted by hand.
-
-    `to_host` counts once: on a CPU it reads part by part (`test_synchronisation.py` has it on a device).
-    """
-    with Transfers() as counted, monkeypatch.context() as patch:
-
-        def once(parts: Mapping[str, Tensor]) -> dict[str, list[list[int]]]:
-            before = counted.count
-            lists = to_host(parts)
-            counted.count = before + 1
-            return lists
-
-        patch.setattr(loop, "to_host", once)
-        for name in ("tolist", "numpy", "cpu"):
-            original = getattr(Tensor, name)
-
-            def counting(tensor: Tensor, *args: Any, original: Any = original, **kwargs: Any) -> Any:
-                counted.count += 1
-                return original(tensor, *args, **kwargs)
-
-            patch.setattr(Tensor, name, counting)
-        yield counted
 
 
 Parts = tuple[Any, Drafter]
