@@ -35,112 +35,12 @@ needs_math_verify = pytest.mark.skipif(
 )
 
 
-# ---- numbers ---------------------------------------------------------------------------------------------
-
-NUMBERS = [
-    # reference, text, passed
-    ("so 3 + 4 = 7\n#### 7", r"The answer is \boxed{7}.", True),
-    ("#### 18", r"\boxed{18.0}", True),
-    ("#### 18", r"\boxed{18.5}", False),
-    ("#### 1,234", r"\boxed{1234}", True),
-    ("#### 1234", r"\boxed{1{,}234}", True),
-    ("#### 1234567", r"\boxed{1,234,567}", True),
-    ("#### 10000", r"\boxed{10\,000}", True),
-    ("#### 18", r"\boxed{\$18}", True),
-    ("#### 18", r"\boxed{\$18.00}", True),
-    ("#### 50", r"\boxed{50\%}", True),
-    ("#### 18", r"\boxed{18 \text{ dollars}}", True),
-    ("#### 18", r"\boxed{18\text{ cm}^2}", True),
-    ("#### 18", r"\boxed{18 cm^{2}}", True),
-    ("#### 18", r"\boxed{\text{18}}", True),
-    ("#### 18", r"\boxed{\textbf{18}}", True),
-    ("#### 18", r"\boxed{x = 18}", True),
-    ("#### 6.5", r"\boxed{\frac{13}{2}}", True),
-    ("#### -5", r"\boxed{-5}", True),
-    ("#### -5", "\\boxed{\N{MINUS SIGN}5}", True),
-    ("#### -5", r"\boxed{5}", False),
-    ("#### 5", r"\boxed{-5}", False),
-    ("#### -5", "He lost -$5.", True),
-    ("#### 13", "16-3 apples are 13", True),
-    ("#### 3", "There are 16-3", True),
-    ("#### 7", r"\boxed{6}? No, \boxed{7}, of 100 cases.", True),
-    ("#### 7", r"\boxed{7} \boxed{6}", False),
-    ("#### 7", r"\boxed{7} but then \boxed{6", False),
-    ("#### 7", r"\boxed{\boxed{7}}", True),
-    ("#### 7", r"\boxed{none} 7", False),
-    ("#### 7", "We get 7.\n#### 7\nThat took 3 steps.", True),
-    ("#### 7", "#### Step one\nadd 3 and 4\n#### Answer\nIt is 7.", True),
-    ("#### 7", "The answer is **7**.", True),
-    ("#### 0.5", "about .5", True),
-    ("#### 7", "7 of 8", False),
-    ("#### 7", "I do not know.", False),
-    ("#### 7", "", False),
-    ("#### 1", "1/0", False),
-    ("#### 7", "7" * 10_000, False),
-    ("#### 7", "\N{ARABIC-INDIC DIGIT SEVEN}", False),
-]
-
-
-@in_one_test(("reference", "text", "right"), NUMBERS)
-def test_gsm8k_numbers_are_compared_by_value(reference: str, text: str, right: bool) -> None:
-    assert passed("gsm8k_number", reference, text) is right
+# ---- numbers and formulas ------------------------------------------------------------------------------
 
 
 def test_the_number_taken_is_recorded() -> None:
     assert score("gsm8k_number", prompt("#### 8"), r"\boxed{\$1,007}") == Score("1007", False)
     assert score("gsm8k_number", prompt("#### 8"), "no idea") == Score(None, False)
-
-
-@in_one_test(
-    ("reference", "text", "right"),
-    [
-        ("25", r"\boxed{025}", True),
-        ("025", r"\boxed{25}", True),
-        ("25", r"\boxed{m + n = 25}", True),
-        ("25", r"\boxed{25^\circ}", True),
-        ("25", r"so \boxed{25}, where 7 < 8", True),
-        ("25", "The answer is 25.", True),
-        ("25", "**25**", True),
-        ("25", r"\boxed{-25}", False),
-        ("25", r"\boxed{250}", False),
-        ("25", r"\boxed{2.25}", False),
-        ("25", r"\boxed{25.5}", False),
-        ("0", r"\boxed{000}", True),
-        ("25", "unknown", False),
-        ("25", "9" * 10_000, False),
-    ],
-)
-def test_aime_answers_are_compared_as_integers(reference: str, text: str, right: bool) -> None:
-    assert passed("aime_integer", reference, text) is right
-
-
-# ---- formulas --------------------------------------------------------------------------------------------
-
-FORMULAS = [
-    (r"\frac{1}{2}", r"It is $\boxed{\frac{1}{2}}$, as claimed.", True),
-    (r"\frac{1}{2}", r"\boxed{\dfrac12}", True),
-    (r"\frac{1}{2}", r"\boxed{0.5}", True),
-    (r"\frac{1}{2}", r"\boxed{\frac{2}{1}}", False),
-    (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3, \pi/2)}", True),
-    (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(\pi/2, 3)}", False),
-    (r"x^2+2x+1", r"\boxed{(x+1)^2}", True),
-    (r"2\sqrt{3}", r"\boxed{\sqrt{12}}", True),
-    (r"\{1,2\}", r"\boxed{\{2,1\}}", True),
-    ("10,000", r"\boxed{10000}", True),
-    ("-5", "\\boxed{\N{MINUS SIGN}5}", True),
-    (r"\text{Evelyn}", r"\boxed{\text{Evelyn}}", True),
-    (r"\text{Evelyn}", r"\boxed{\text{Carla}}", False),
-    ("5", r"\boxed{4} or rather \boxed{5}", True),
-    ("5", r"\boxed{5} or rather \boxed{4}", False),
-    ("5", "We add.\n\nThe answer is $5$.", True),
-    ("5", "", False),
-]
-
-
-@needs_math_verify
-@in_one_test(("reference", "text", "right"), FORMULAS)
-def test_formulas_are_compared_by_meaning(reference: str, text: str, right: bool) -> None:
-    assert passed("math", reference, text) is right
 
 
 @needs_math_verify

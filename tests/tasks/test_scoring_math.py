@@ -210,6 +210,13 @@ PAIRS = [
     (r"0.\overline{6}", r"\boxed{\frac23}", True),
     (r"\frac{7}{6}", r"\boxed{1.1\overline{6}}", True),
     (r"0.\overline{6}", r"\boxed{0}", False),
+    (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3, \pi/2)}", True),
+    (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(\pi/2, 3)}", False),
+    ("5", r"\boxed{4} or rather \boxed{5}", True),
+    ("5", r"\boxed{5} or rather \boxed{4}", False),
+    ("-5", "\\boxed{\N{MINUS SIGN}5}", True),
+    ("5", "We add.\n\nThe answer is $5$.", True),
+    ("5", "", False),
 ]
 
 

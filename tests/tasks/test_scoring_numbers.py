@@ -170,6 +170,24 @@ GSM8K = [
     ("7", r"\boxed{0^{-1}}", False),
     ("3", r"\boxed{(3)^2}", False),
     ("3", r"\boxed{{3}^2}", False),
+    # what a reference may be, and where the number stands
+    ("so 3 + 4 = 7\n#### 7", r"The answer is \boxed{7}.", True),
+    ("#### 1,234", r"\boxed{1234}", True),
+    ("#### -5", "He lost -$5.", True),
+    ("#### 13", "16-3 apples are 13", True),
+    ("#### 3", "There are 16-3", True),
+    ("#### 7", r"\boxed{7} \boxed{6}", False),
+    ("#### 7", r"\boxed{\boxed{7}}", True),
+    ("#### 7", r"\boxed{none} 7", False),
+    ("#### 7", "We get 7.\n#### 7\nThat took 3 steps.", True),
+    ("#### 7", "#### Step one\nadd 3 and 4\n#### Answer\nIt is 7.", True),
+    ("#### 0.5", "about .5", True),
+    ("#### 7", "7 of 8", False),
+    ("#### 7", "I do not know.", False),
+    ("#### 7", "", False),
+    ("#### 1", "1/0", False),
+    ("#### 7", "7" * 10_000, False),
+    ("#### 7", "\N{ARABIC-INDIC DIGIT SEVEN}", False),
 ]
 AIME = [
     ("321", r"\boxed{321 \pmod{1000}}", True),
@@ -238,6 +256,12 @@ AIME = [
     ("70", "It is 70 or 71", False),
     ("4000", r"\boxed{4,000}", True),
     ("204", r"\boxed{2\,04}", False),
+    ("025", r"\boxed{25}", True),
+    ("0", r"\boxed{000}", True),
+    ("25", r"\boxed{m + n = 25}", True),
+    ("25", r"so \boxed{25}, where 7 < 8", True),
+    ("25", "unknown", False),
+    ("25", "9" * 10_000, False),
 ]
 
 
