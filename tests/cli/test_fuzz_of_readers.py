@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from helpers import readers
 from helpers.each import each
 
+Folders = Callable[[str], tuple[Path, bytes]]
 MOST_TAKEN = 10**9
 """Bytes above what the process had before."""
 SLOW = ("GGUF",)
@@ -87,7 +88,7 @@ def spoiled(content: bytes, pieces: list[tuple[float, int, bytes]]) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, bytes]]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Of each reader a folder with everything whole, and the bytes that are damaged."""
     made: dict[str, tuple[Path, bytes]] = {}
 
@@ -119,8 +120,11 @@ def holds(kind: str, folder: Path, content: bytes) -> None:
     assert said is None or said.strip()
 
 
-def budget(kind: str, number: int) -> int:
-    return max(8, number // 6) if kind in SLOW else number
+@pytest.fixture
+def budget(request: pytest.FixtureRequest) -> Callable[[str, int], int]:
+    """How many of so many examples a reader is given: with `--in-full` all of them."""
+    share = 1 if request.config.getoption("in_full") else 3
+    return lambda kind, number: max(8, number // (6 * share if kind in SLOW else share))
 
 
 @cache
@@ -155,7 +159,7 @@ def shown(example: object) -> Iterator[None]:
 
 
 @each("kind", readers.READERS)
-def test_bytes_that_are_spoiled(kind: str, folders: Callable[[str], tuple[Path, bytes]]) -> None:
+def test_bytes_that_are_spoiled(kind: str, folders: Folders, budget: Callable[[str, int], int]) -> None:
     folder, whole = folders(kind)
     for example in drawn(SPOILT, 60, 1)[: budget(kind, 60)]:
         pieces, kept = example
@@ -164,8 +168,8 @@ def test_bytes_that_are_spoiled(kind: str, folders: Callable[[str], tuple[Path, 
             holds(kind, folder, content[: int(kept * len(content))] if kept < 1 else content)
 
 
-@pytest.mark.parametrize("kind", [kind for kind, reader in readers.READERS.items() if reader.is_json])
-def test_values_that_nobody_would_write(kind: str, folders: Callable[[str], tuple[Path, bytes]]) -> None:
+@each("kind", [kind for kind, reader in readers.READERS.items() if reader.is_json])
+def test_values_that_nobody_would_write(kind: str, folders: Folders, budget: Callable[[str, int], int]) -> None:
     folder, whole = folders(kind)
     is_lines = readers.READERS[kind].file.endswith(".jsonl")
     base = [json.loads(line) for line in whole.decode().splitlines()] if is_lines else json.loads(whole)

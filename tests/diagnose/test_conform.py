@@ -192,8 +192,12 @@ def test_a_planted_fault_is_named(
     assert (code, found["state"]) == (1, "differs")
     assert [(one["reading"], one["how"]) for one in found["named"]] == [(reading, "rounds")]
     assert found["difference"]["round"] >= 1 and found["num_equal_rounds"] < found["num_rounds"]
-    code, out, _ = main("conform", name, "--forward", "torch")
-    assert code == 1 and f"differs: {reading}" in out and "0 of 1 case conforms." in out
+
+
+def test_a_fault_is_named_in_words(main: Main, planted: Callable[..., None]) -> None:
+    planted(XPRESS, {"num_jacobi_passes": 1})
+    code, out, _ = main("conform", XPRESS, "--forward", "torch")
+    assert code == 1 and "differs: one pass" in out and "0 of 1 case conforms." in out
     assert "round" in out and "and the publisher's code" in " ".join(out.split())
 
 

@@ -1,4 +1,4 @@
-"""No screen depends on the order in which rows are stored: a run whose rows were shuffled shows the same everywhere."""
+"""No screen depends on the order in which rows are stored: of the forms of one, that which holds every figure."""
 
 from __future__ import annotations
 
@@ -15,19 +15,10 @@ from helpers.runs import answers, changed, listed, stored
 
 Main = Callable[..., tuple[int, str, str]]
 SCREENS = (
-    *(("report", "run", "--format", form) for form in ("table", "markdown", "json", "csv", "latex")),
-    ("report", "run", "--full"),
-    ("report", "run", "--by", "category"),
-    ("report", "run", "--by", "output-position"),
-    ("compare", "run"),
-    ("compare", "run", "before", "--json"),
-    ("compare", "run", "--json"),
-    ("check", "run", "--all"),
-    ("check", "run", "--json"),
-    ("card", "run"),
-    ("replay", "run", "--n", "2", "--json"),
-    ("replay", "run", "--n", "2"),
-)
+    ("report", "run", "--format", "json"), ("report", "run", "--full"), ("report", "run", "--by", "category"),
+    ("report", "run", "--by", "output-position"), ("compare", "run", "before", "--json"), ("compare", "run", "--json"),
+    ("check", "run", "--json"), ("card", "run"), ("replay", "run", "--n", "2", "--json"),
+)  # fmt: skip
 
 
 def shuffled(run: Path) -> None:

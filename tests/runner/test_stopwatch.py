@@ -80,14 +80,13 @@ def assert_denied(main: Main, methods: set[str], why: str, *words: str, num: int
         if row.method in methods:
             assert (row.generation.error or "").startswith(why)
             assert (row.generation.prefill_s, row.generation.decode_s, row.generation.accepted) == (0, 0, None)
-    status, shown, err = main("check", "run")
-    assert status != 0, shown + err
 
 
 def test_a_clock_that_runs_slow_is_found(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     sound = HostClock.seconds
     monkeypatch.setattr(HostClock, "seconds", lambda *args: sound(*args) / 2)
     assert_denied(main, {"ar", "dflash"}, "clock: decoding is said")
+    assert main("check", "run")[0] != 0
 
 
 def test_a_round_that_asks_the_target_twice_is_found(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,14 +101,15 @@ def test_a_round_that_asks_the_target_twice_is_found(main: Main, monkeypatch: py
     assert_denied(main, {"ar", "dflash"}, "counter: the target was asked for")
 
 
-@pytest.mark.parametrize("words", [(), ("--concurrency", "2")])
-@pytest.mark.parametrize(
-    ("where", "name", "methods"),
+@each(
+    "where, name, methods, words",
     [
-        (Target, "begin", {"ar", "dflash"}),
-        (Target, "capture", {"ar", "dflash"}),
-        (DFlashDrafter, "begin", {"dflash"}),
-        (LocalBackend, "with_thinking", {"ar", "dflash"}),
+        (Target, "begin", {"ar", "dflash"}, ()),
+        (Target, "begin", {"ar", "dflash"}, ("--concurrency", "2")),
+        (Target, "capture", {"ar", "dflash"}, ()),
+        (DFlashDrafter, "begin", {"dflash"}, ("--concurrency", "2")),
+        (LocalBackend, "with_thinking", {"ar", "dflash"}, ()),
+        (LocalBackend, "with_thinking", {"ar", "dflash"}, ("--concurrency", "2")),
     ],
 )
 def test_work_outside_of_an_answers_times_is_found(
