@@ -561,7 +561,7 @@ def plot(
 
 def _plot_trend(runs: list[Path], out: Path | None, kind: str, allow: list[str]) -> None:
     from dflash_bench import api, report
-    from dflash_bench.analysis.compare import check_allowed, require_comparable
+    from dflash_bench.analysis.comparable import check_allowed, require_comparable
     from dflash_bench.report import plots
 
     if out is None:

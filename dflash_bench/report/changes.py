@@ -6,15 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from dflash_bench.analysis.cells import Cell
-from dflash_bench.analysis.compare import (
-    EQUAL,
-    JUDGED_BY,
-    MIN_EFFECT,
-    Agreement,
-    Comparison,
-    over_suites,
-    verdict,
-)
+from dflash_bench.analysis.comparable import Agreement
+from dflash_bench.analysis.compare import EQUAL, JUDGED_BY, MIN_EFFECT, Comparison, over_suites, verdict
 from dflash_bench.analysis.metrics import METRICS
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels

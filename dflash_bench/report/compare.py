@@ -12,18 +12,14 @@ from typing import Any
 
 from dflash_bench.analysis import scores
 from dflash_bench.analysis.cells import Cell, mismatched
+from dflash_bench.analysis.comparable import INCOMPATIBILITIES, Agreement, agreements, check_allowed, require_comparable
 from dflash_bench.analysis.compare import (
-    INCOMPATIBILITIES,
-    Agreement,
     Comparison,
-    agreements,
-    check_allowed,
     comparable_cells,
     compare_methods,
     compare_runs,
     over_runs,
     repeats,
-    require_comparable,
 )
 from dflash_bench.analysis.findings import MIN_PROMPTS, last_part
 from dflash_bench.analysis.findings import cells_of as cells_of_run

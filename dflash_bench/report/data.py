@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any, cast
 
 from dflash_bench.analysis.cells import Cell
-from dflash_bench.analysis.compare import Agreement, Comparison, verdict
+from dflash_bench.analysis.comparable import Agreement
+from dflash_bench.analysis.compare import Comparison, verdict
 from dflash_bench.analysis.concurrency import Crossing, Curve, Level, context_curves
 from dflash_bench.analysis.metrics import FORMULAS, METRICS
 from dflash_bench.analysis.peers.benches import BenchResult

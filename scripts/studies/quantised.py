@@ -9,7 +9,7 @@ from typing import Any
 
 from dflash_bench.analysis import compare
 from dflash_bench.analysis.cells import Cell, mismatched
-from dflash_bench.analysis.compare import agreements
+from dflash_bench.analysis.comparable import agreements
 from dflash_bench.analysis.metrics import BASELINE, FORMULAS
 from dflash_bench.report import columns, document
 from dflash_bench.report.document import Document

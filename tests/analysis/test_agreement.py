@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dflash_bench.analysis.compare import agreements, first_difference
+from dflash_bench.analysis.comparable import agreements, first_difference
 from dflash_bench.core.types import Answer, Settings
 from dflash_bench.results import table
 from dflash_bench.results.identity import settings_to_json

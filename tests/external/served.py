@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dflash_bench.analysis.compare import Difference
+from dflash_bench.analysis.comparable import Difference
 from dflash_bench.core.dialects import LaunchSpec, Program
 from dflash_bench.core.secrets import Arguments
 from dflash_bench.core.types import Settings

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dflash_bench.analysis.cells import summarise
-from dflash_bench.analysis.compare import Difference
+from dflash_bench.analysis.comparable import Difference
 from dflash_bench.core.labels import number_words
 from dflash_bench.core.types import GREEDY, Answer, Settings
 from dflash_bench.report import plots, read_document

@@ -12,7 +12,7 @@ import pytest
 
 import dflash_bench
 from dflash_bench.analysis.cells import summarise
-from dflash_bench.analysis.compare import Difference, differences, require_comparable
+from dflash_bench.analysis.comparable import Difference, differences, require_comparable
 from dflash_bench.analysis.findings import _CODE as CODE_KINDS
 from dflash_bench.analysis.gate import checks as gate_checks
 from dflash_bench.analysis.gate.baselines import Baseline
@@ -74,7 +74,7 @@ def test_another_machine_is_known_by_the_kind_and_not_by_how_a_note_begins(
 ) -> None:
     run = table.read_run(stored(tmp_path / "a", answers()))
     odd = [Difference("draft", "device of the draft", "x", "y")]
-    monkeypatch.setattr(gate_checks.compare, "require_comparable", lambda *_: odd)
+    monkeypatch.setattr(gate_checks.comparable, "require_comparable", lambda *_: odd)
     monkeypatch.setattr(Difference, "__str__", lambda self: self.words)
     baseline = Baseline("base", run.info, False, {}, {}, {})
     assert gate_checks.difference_notes([run], baseline, ["draft"]) == ["device of the draft x and y"]

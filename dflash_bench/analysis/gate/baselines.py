@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from dflash_bench.analysis import compare
+from dflash_bench.analysis import comparable, compare
 from dflash_bench.analysis.cells import Cell
 from dflash_bench.analysis.metrics import COLUMN, METRICS, SUMS, statistic_of
 from dflash_bench.core import files
@@ -109,7 +109,7 @@ class Baseline:
         return len(next(iter(self.cells.values())))
 
     def as_results(self) -> RunTable:
-        """Return results with only the parts that `compare.differences` reads."""
+        """Return results with only the parts that `comparable.differences` reads."""
         import pandas as pd
 
         rows = [(suite, prompt, text) for suite, hashes in self.hashes.items() for prompt, text in hashes.items()]
@@ -146,7 +146,7 @@ def write(runs: Sequence[RunTable], path: Path, *, with_timings: bool, limits: M
     and for runs that differ.
     """
     for other in runs[1:]:
-        compare.require_comparable(runs[0], other, ())
+        comparable.require_comparable(runs[0], other, ())
     if left_out := [text for results in runs for text in results.missing]:
         raise UserError(f"these runs are no expectation: {left_out[0]}", "measure again")
     cells = by_key(runs, [compare.comparable_cells(results) for results in runs])
@@ -159,7 +159,7 @@ def write(runs: Sequence[RunTable], path: Path, *, with_timings: bool, limits: M
     counts = ["answers", "paired"] if with_timings else ["answers"]
     kept = list(dict.fromkeys([*counts, *(name for metric in judged for name in (*metric.top, *metric.bottom))]))
     hashes: dict[str, dict[str, str]] = {}
-    for suite, prompt, text in compare.hashes(runs[0].rows).itertuples(index=False, name=None):
+    for suite, prompt, text in comparable.hashes(runs[0].rows).itertuples(index=False, name=None):
         hashes.setdefault(suite, {})[prompt] = text
     environment = runs[0].info.environment.to_json()
     old = [(entry, baseline, _kinds(baseline, runs[0])) for entry, baseline in _stored_in(path)]
@@ -196,7 +196,7 @@ def _stored_in(path: Path) -> list[tuple[dict[str, Any], Baseline]]:
 
 
 def _kinds(baseline: Baseline, run: RunTable) -> set[str]:
-    return {difference.kind for difference in compare.differences(baseline.as_results(), run)}
+    return {difference.kind for difference in comparable.differences(baseline.as_results(), run)}
 
 
 def machine(info: RunInfo) -> str:
@@ -206,7 +206,7 @@ def machine(info: RunInfo) -> str:
 
 def speed_differences(baseline: Baseline, run: RunTable) -> list[str]:
     """Return the differences between a baseline and a run that affect the speed-up."""
-    found = [one.words for one in compare.differences(baseline.as_results(), run) if one.kind == DEVICE]
+    found = [one.words for one in comparable.differences(baseline.as_results(), run) if one.kind == DEVICE]
     identity, before, now = run.info.identity, baseline.info.environment.packages, run.info.environment.packages
     programs = (OWN,) if identity.engine == "server" else (OWN, *PROGRAMS)
     return found + [

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench.analysis import compare, noise, roofline, stats
+from dflash_bench.analysis import comparable, compare, noise, roofline, stats
 from dflash_bench.analysis.cells import Cell, mismatched, select, summarise, without_errors
 from dflash_bench.analysis.findings import DEAD_AL, forbidding, timing
 from dflash_bench.analysis.gate import baselines
@@ -126,7 +126,7 @@ def check_runs(
     a baseline fails if speed cannot be compared with it. Raises UserError for files that cannot be read, options
     without effect, and as `judge`.
     """
-    compare.check_allowed(allow, (*table.ALLOWED, "cells", "failed"))
+    comparable.check_allowed(allow, (*table.ALLOWED, "cells", "failed"))
     baselines.require_distinct(runs)
     known = baselines.read(baseline) if baseline else []
     user_limits = baselines.read_limits(limits) if limits else {}
@@ -174,7 +174,7 @@ def judge(
     """
     cells, names = baselines.by_key(runs, cells_of_runs), run_names(runs)
     notes = [text for run in runs for text in run.missing]
-    differences = (found for pair in combinations(runs, 2) for found in compare.require_comparable(*pair, allow))
+    differences = (found for pair in combinations(runs, 2) for found in comparable.require_comparable(*pair, allow))
     notes += [f"allowed although it differs: {difference}" for difference in dict.fromkeys(differences)]
     with_timings = baseline is None or baseline.with_timings
     ungated = "" if baseline is None else _why_ungated(runs, baseline)
@@ -382,7 +382,7 @@ def _limit_checks(
 
 def difference_notes(runs: Sequence[RunTable], baseline: Baseline, allow: Sequence[str]) -> list[str]:
     """Return notes on what differs from the baseline. Another machine is not refused, but fewer metrics are judged."""
-    pairs = [compare.require_comparable(baseline.as_results(), run, (*allow, DEVICE)) for run in runs]
+    pairs = [comparable.require_comparable(baseline.as_results(), run, (*allow, DEVICE)) for run in runs]
     found = list(dict.fromkeys(difference for of_run in pairs for difference in of_run))
     return [str(difference) for difference in found if difference.kind != DEVICE]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_bench.analysis.compare import Difference
+from dflash_bench.analysis.comparable import Difference
 from dflash_bench.analysis.concurrency import SpeedPoint, by_context
 from dflash_bench.core.errors import unknown
 from dflash_bench.core.files import require_output, write_output

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_bench.analysis.compare import Difference
+from dflash_bench.analysis.comparable import Difference
 from dflash_bench.core import labels
 from dflash_bench.perf.verdict import ProfiledBatch
 from dflash_bench.report.plots.style import (
