@@ -21,7 +21,7 @@ from dflash_bench.runner import rules
 if TYPE_CHECKING:
     import numpy as np
 
-    from dflash_bench.replay.replay import ReplayCell
+    from dflash_bench.replay.stored_answers import ReplayCell
     from dflash_bench.report.document import Document
     from dflash_bench.report.plots.style import Material
     from dflash_bench.report.tables import Section, Value
@@ -150,7 +150,7 @@ class Calibration:
 
 def calibrations(run: RunTable) -> list[Calibration]:
     """Return the calibration of each recorded draft with a confidence; empty for a run that recorded none."""
-    from dflash_bench.replay.replay import stored_cells
+    from dflash_bench.replay.stored_answers import stored_cells
 
     if not MEASUREMENT.is_in(run.info):
         return []

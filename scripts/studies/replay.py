@@ -15,8 +15,9 @@ from typing import Any
 from dflash_bench.analysis.cells import Cell
 from dflash_bench.analysis.metrics import FORMULAS
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.replay.replay import ReplayCell, Replayed, cells_of, changes_of
+from dflash_bench.replay.replay import Replayed, changes_of
 from dflash_bench.replay.replay import replay as replayed
+from dflash_bench.replay.stored_answers import ReplayCell, cells_of
 from dflash_bench.report import document
 from dflash_bench.report.tables import markdown, number, with_interval
 from dflash_bench.results.run_info import RunInfo

@@ -14,7 +14,7 @@ from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.draft_kinds import name_of_kind
 from dflash_bench.measurements.headroom import headroom_of
 from dflash_bench.measurements.record import Calibration, CutPoint, calibration
-from dflash_bench.replay.replay import stored_cells
+from dflash_bench.replay.stored_answers import stored_cells
 from dflash_bench.report import document
 from dflash_bench.report.document import Document, MethodLine, over_all
 from dflash_bench.report.tables import markdown, number, with_interval

@@ -18,7 +18,7 @@ from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.core.types import Answer, Generation, Settings
 from dflash_bench.measurements.headroom import headroom_of
 from dflash_bench.measurements.record import calibration
-from dflash_bench.replay.replay import ReplayCell, StoredAnswer
+from dflash_bench.replay.stored_answers import ReplayCell, StoredAnswer
 from dflash_bench.report import data, sections
 from dflash_bench.results import parts
 from dflash_bench.results.identity import settings_to_json

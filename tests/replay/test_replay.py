@@ -18,17 +18,14 @@ from dflash_bench.replay import controllers
 from dflash_bench.replay.replay import (
     MEASURED,
     Alternative,
-    ReplayCell,
     RoundCosts,
-    StoredAnswer,
     WidthSeconds,
     _bounds,
-    _cell,
-    cells_of,
     changes_of,
     replay,
     walk,
 )
+from dflash_bench.replay.stored_answers import ReplayCell, StoredAnswer, _cell, cells_of
 from dflash_bench.report import plots
 from dflash_bench.results import parts, row_checks
 from dflash_bench.results.row_arrays import RunFacts
