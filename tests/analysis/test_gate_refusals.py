@@ -45,7 +45,7 @@ TABLE = {
     "check other-models --baseline base.json": "`target t1 and t2` `dflash d1 and d2` --allow model",
     "check bfloat16 --baseline base.json": "`dtype float32 and bfloat16` --allow",
     "check short --baseline base.json": "`max_new_tokens 192 and 5` --allow limits",
-    "check one-prompt --baseline base.json": "`ar 1 of 24` dflash --allow prompts",
+    "check one-prompt --baseline base.json": "`plain 1 of 24` dflash --allow prompts",
     "check run --baseline more.json": "math500 plain, dflash --allow cells",
     "check other-prompts --baseline base.json": "other-prompts",
     "check plain": "check",
