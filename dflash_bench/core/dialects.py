@@ -300,7 +300,8 @@ class Dialect:
     name: str
     pages: tuple[str, ...]
     """Paths that distinguish it from other dialects, and that `identify` reads."""
-    identify: Callable[[Pages], ServerInfo | None]
+    identify: Callable[[Pages], ServerInfo | None] | None
+    """None: its pages look like other servers', so the user must name it."""
     """Return the server's info, or None for the pages of another dialect."""
     call: Callable[[ServerRequest], tuple[str, dict[str, Any]]]
     """Return the path to post to, and the body."""

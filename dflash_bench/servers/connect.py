@@ -161,7 +161,7 @@ async def _page(client: Client, path: str) -> Any | None:
 
 def _recognise(client: Client, wanted: list[Dialect], pages: Pages) -> tuple[Dialect, ServerInfo]:
     for dialect in wanted:
-        info = dialect.identify(pages)
+        info = dialect.identify(pages) if dialect.identify else None
         if info is not None:
             return dialect, info
     if len(wanted) == 1:

@@ -8,26 +8,21 @@ from typing import Any
 
 import pytest
 
+from dflash_bench.core.dialects import DIALECTS
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Message, Settings
 from dflash_bench.servers.stream import StreamState
 from helpers.cases import in_one_test
 from helpers.servers.fake_server import END, FAULTS, FakeServer, tokens_of
-from helpers.servers.one_server import CHAT, backend, one
+from helpers.servers.one_server import CHAT, backend, named, one
 
-DIALECTS = ("vllm", "sglang", "llamacpp", "tensorrt_llm", "lmdeploy", "mlx", "openai")
 OF_TEXTS = ("mlx", "openai")
 """Those that take chats, and answer with text."""
 
 
-@pytest.fixture(params=DIALECTS)
+@pytest.fixture(params=DIALECTS.own)
 def dialect(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
-
-
-def named(dialect: str) -> dict[str, str]:
-    """What a user must say of a server that its pages do not tell."""
-    return {"dialect": dialect} if dialect == "mlx" else {}
 
 
 def sent_prompt(server: FakeServer) -> Any:
@@ -136,7 +131,7 @@ def test_a_server_that_has_gone_ends_the_run_with_what_to_do(monkeypatch: pytest
         opened.generate("ar", CHAT)
     with opened, pytest.raises(UserError, match=r"plain .*http://127.*--resume"):
         opened.generate("ar", CHAT)
-    with pytest.raises(UserError, match="--server ar="):
+    with pytest.raises(UserError, match="--server plain="):
         backend(server)
 
 

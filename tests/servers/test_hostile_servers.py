@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from dflash_bench.core.dialects import AcceptanceCounts, contradiction
+from dflash_bench.core.dialects import DIALECTS, AcceptanceCounts, contradiction
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import visible
 from dflash_bench.core.types import Generation
@@ -28,13 +28,12 @@ from dflash_bench.servers.address import key_of, parse
 from dflash_bench.servers.backend import ServerBackend
 from helpers.cases import in_one_test
 from helpers.servers.fake_server import FakeServer
-from helpers.servers.one_server import CHAT, backend
+from helpers.servers.one_server import CHAT, backend, named
 
 INPUTS: dict[str, list[Any]] = json.loads((Path(__file__).parents[1] / "data/hostile/servers.json").read_text())
 SECRET = "hunter2secret"
 LONGEST_S = 240.0
 """For one input, on a machine that is busy with others."""
-DIALECTS = ("vllm", "sglang", "llamacpp", "tensorrt_llm", "lmdeploy", "mlx", "openai")
 TRUE = 10
 """Tokens of each answer, in three rounds of two accepted drafts of four."""
 
@@ -143,10 +142,6 @@ def server(dialect: str = "vllm", **changes: Any) -> FakeServer:
     return FakeServer(dialect=dialect, accepts=(2,), block=4, answer=lambda *_: range(10, 10 + TRUE), **changes)
 
 
-def named(dialect: str) -> dict[str, str]:
-    return {"dialect": dialect} if dialect == "mlx" else {}
-
-
 PAGES = [kind for kind in INPUTS if kind.startswith("page ")]
 
 
@@ -236,7 +231,7 @@ def test_a_number_of_tokens(dialect: str) -> None:
             assert answer.error is not None or TRUE <= answer.num_tokens <= most, one
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", DIALECTS.own)
 def test_an_event(dialect: str) -> None:
     with server(dialect) as running, backend(running, **named(dialect)) as opened:
         for one in INPUTS["event"]:
@@ -249,7 +244,7 @@ def test_an_event(dialect: str) -> None:
 ANSWERING = ("/v1/completions", "/v1/chat/completions", "/generate", "/completion")
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", DIALECTS.own)
 @pytest.mark.parametrize("kind", ["status", "head"])
 def test_a_status_or_a_head(dialect: str, kind: str) -> None:
     with server(dialect) as running, backend(running, **named(dialect)) as opened:
@@ -293,7 +288,7 @@ import asyncio, json, resource, sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from dflash_bench.core.errors import UserError
 from dflash_bench.servers import client
-from helpers.servers.one_server import CHAT, Tokenizer
+from helpers.servers.one_server import CHAT, Tokenizer, named
 from dflash_bench.servers.address import Access, parse
 from dflash_bench.servers.backend import ServerBackend
 client.WAITS_S, client.PAGE_TIMEOUT_S, client.ERROR_TIMEOUT_S = (), {PAGE_S}, 1.0

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_bench.core.dialects import Dialect, Pages, ServerInfo, ServerRequest
+from dflash_bench.core.dialects import Dialect, ServerRequest
 from dflash_bench.servers.dialects import openai
-
-
-def identify(pages: Pages) -> ServerInfo | None:
-    """Return None: its only page looks like other servers', so the user must name this dialect."""
-    return None
 
 
 def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
@@ -26,7 +21,7 @@ def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
 DIALECT = Dialect(
     "mlx",
     (openai.MODELS,),
-    identify,
+    None,
     call,
     openai.read,
     takes_ids=False,

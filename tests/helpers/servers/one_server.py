@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dflash_bench.core.dialects import DIALECTS
 from dflash_bench.core.types import GREEDY, Divergence, Generation, Message, Settings
 from dflash_bench.servers.address import Access, parse
 from dflash_bench.servers.backend import ServerBackend
@@ -39,6 +40,11 @@ class Tokenizer:
 
     def audit(self, *_: object) -> None:
         raise AssertionError
+
+
+def named(dialect: str) -> dict[str, str]:
+    """Return what the user of a server must name, as its pages do not identify it."""
+    return {} if DIALECTS[dialect].identify else {"dialect": dialect}
 
 
 def backend(server: FakeServer, local: bool = True, max_new_tokens: int = 64, **changes: Any) -> ServerBackend:
