@@ -15,7 +15,7 @@ import typer.main
 
 from dflash_bench import cli
 from dflash_bench.core import terminal
-from helpers.cases import seed
+from helpers.each import seed
 
 # Whoever runs the tests in the background has them ignore what Ctrl-C sends, and some libraries stop ignoring it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -14,13 +14,13 @@ import pytest
 
 from dflash_bench import __version__
 from dflash_bench.core import environment
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.runs import ENVIRONMENT as ENV
 
 H200 = {"name": "NVIDIA H200", "driver": "570.1", "memory_bytes": 1}
 
 
-@in_one_test(
+@each(
     ("changes", "line"),
     [
         ({}, "Intel Xeon E5-2670 v3, 2 cores, Linux; Python 3.11.7, torch 2.13.0"),
@@ -81,7 +81,7 @@ def test_the_cpu_model_is_read_from_cpuinfo_where_there_is_one(tmp_path: Path) -
     assert fallback is None or fallback
 
 
-@in_one_test(
+@each(
     ("table", "gpus"),
     [
         (None, []),

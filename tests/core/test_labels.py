@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dflash_bench.core import labels
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.runs import answers, asked, stored
 
 Main = Callable[..., tuple[int, str, str]]
@@ -21,7 +21,7 @@ COMMIT = "740312add88f781978c0658806c59bc2815b9866"
 FOLDER = "folder /srv/eval/data"
 
 
-@in_one_test(
+@each(
     ("source", "label"),
     [
         ("embedded", "gsm8k (embedded)"),
@@ -55,7 +55,7 @@ def run(tmp_path: Path) -> Path:
     return stored(tmp_path / "run", answers(), **asked("gsm8k", source=FOLDER))
 
 
-@in_one_test(
+@each(
     "words",
     [
         ["report", "run"],

@@ -13,7 +13,7 @@ from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import METHODS, Method, MethodSpec, Option, Value, parse
 from dflash_bench.report import terminal as listed
-from helpers.cases import in_one_test
+from helpers.each import each
 
 
 def test_a_method_is_a_name_and_perhaps_options() -> None:
@@ -34,7 +34,7 @@ ONE_LABEL = {
 }
 
 
-@in_one_test("text", ONE_LABEL)
+@each("text", ONE_LABEL)
 def test_two_spellings_of_one_thing_have_one_label(text: str) -> None:
     assert parse(text).label == ONE_LABEL[text]
 
@@ -104,7 +104,7 @@ def test_any_text_is_a_method_or_one_line(text: str) -> None:
         assert "\n" not in str(error)
 
 
-@in_one_test("kind", METHODS.values())
+@each("kind", METHODS.values())
 def test_the_table_is_in_order(kind: MethodSpec) -> None:
     names = [option.name for option in kind.options]
     assert len(set(names)) == len(names) and kind.count in {*names, None}
@@ -124,7 +124,7 @@ def test_an_option_is_as_given_or_the_tables_or_open() -> None:
 COUNTS = {"eagle3": {"n": 4}, "eagle3:9": {"n": 9}, "dflash:block=8": {"block": 8}, "eagle3-tree": {}, "ar": {}}
 
 
-@in_one_test("text", COUNTS)
+@each("text", COUNTS)
 def test_a_presets_count_is_for_what_the_user_left_open(text: str) -> None:
     method = parse(text).with_count(4)
     assert (method.label, method.options) == (text, COUNTS[text])
@@ -143,7 +143,7 @@ def test_the_shape_is_known_of_labels_of_earlier_versions_too(label: str) -> Non
     assert methods.is_tree(label) and methods.name_of(label) == "eagle3-tree"
 
 
-@in_one_test("label", ["ar", "eagle3:7", "dflash@eagle3-tree", "somebody else's", ""])
+@each("label", ["ar", "eagle3:7", "dflash@eagle3-tree", "somebody else's", ""])
 def test_other_labels_are_of_chains(label: str) -> None:
     assert not methods.is_tree(label)
 
@@ -154,7 +154,7 @@ def test_the_baseline_comes_first_and_each_method_once() -> None:
     assert [method.label for method in methods.chosen([])] == ["ar"]
 
 
-@in_one_test("text", ["nonsense", "", "DFlash", " dflash", "nonsense:4", "nonsense@a", "@a", ":4"])
+@each("text", ["nonsense", "", "DFlash", " dflash", "nonsense:4", "nonsense@a", "@a", ":4"])
 def test_an_unknown_name_lists_the_known_ones(text: str) -> None:
     known = ", ".join(sorted(map(methods.shown, METHODS)))
     with pytest.raises(
@@ -197,20 +197,20 @@ REFUSED = {
 }
 
 
-@in_one_test("text", REFUSED)
+@each("text", REFUSED)
 def test_what_cannot_be_is_refused_with_what_can(text: str) -> None:
     with pytest.raises(UserError) as refused:
         parse(text)
     assert REFUSED[text] in str(refused.value) and "\n" not in str(refused.value)
 
 
-@in_one_test("count", ["0", "64", "-1", "x", "1.5", "²", "9" * 400])
+@each("count", ["0", "64", "-1", "x", "1.5", "²", "9" * 400])
 def test_a_number_of_tokens_out_of_range_is_refused(count: str) -> None:
     with pytest.raises(UserError, match=r"n must be 1 to 63 tokens, not "):
         parse(f"dflash:{count}")
 
 
-@in_one_test(
+@each(
     ("option", "text", "value"),
     [
         (Option("", "", 0.5, 0, 1, kind=float), "1", 1.0),
@@ -243,7 +243,7 @@ def test_methods_are_listed_in_100_columns() -> None:
     assert [line.split()[0] for line in lines[1 : 2 * len(METHODS) : 2]] == list(map(methods.shown, METHODS))
 
 
-@in_one_test("name", METHODS)
+@each("name", METHODS)
 def test_a_method_is_shown_with_all_its_options(name: str) -> None:
     lines = listed.text_of(name).splitlines()
     assert max(map(len, lines)) <= 100

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dflash_bench.core.thinking import MARKS, answer_of, answer_start, opening_of, unmarked
-from helpers.cases import in_one_test
+from helpers.each import each
 
 
-@in_one_test(("opened", "closed"), MARKS)
+@each(("opened", "closed"), MARKS)
 def test_the_answer_begins_behind_the_mark_that_closes(opened: str, closed: str) -> None:
     for text in (f"{opened}So 41?{closed}42", f"\n{opened}{closed}42", f"So 41?{closed}42", f"{opened}a{closed}\n\n42"):
         assert answer_of(text) == "42"
@@ -27,7 +27,7 @@ def test_a_closing_that_never_comes_leaves_no_answer_where_the_prompt_opened() -
     assert answer_start("So 42</think>42", "<think>") == 13
 
 
-@in_one_test("text", ["42", "", "The tag <think> opens it.", "analysis: 42"])
+@each("text", ["42", "", "The tag <think> opens it.", "analysis: 42"])
 def test_what_is_not_marked_is_the_answer(text: str) -> None:
     assert answer_of(text) == text
 

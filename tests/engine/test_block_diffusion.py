@@ -18,7 +18,7 @@ from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.models.loading import Models
 from dflash_bench.models.presets import Preset
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.toy import run, tiny
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]
@@ -69,8 +69,8 @@ def logits_of(model: Any, before: list[int], block: list[int]) -> Tensor:
     return out[-len(block) :] if block else out
 
 
-@in_one_test("block_size", [2, 5])
-@in_one_test("threshold", [0.0, 0.3, 0.6, 1.0])
+@each("block_size", [2, 5])
+@each("threshold", [0.0, 0.3, 0.6, 1.0])
 def test_answers_are_those_of_the_recipe_read_without_a_cache(block_size: int, threshold: float) -> None:
     model = sure("qwen3")
     inner = drafter(model, block_size, threshold)

@@ -19,8 +19,8 @@ from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.models.loading import Models
 from dflash_bench.models.nets.corrections.base import BranchingHead
-from helpers.cases import in_one_test
 from helpers.drafts.tiny import PROMPTS, without_head
+from helpers.each import each
 from helpers.heads import draft_of
 from helpers.plain_answers import plain_answers
 from helpers.toy import run, tiny
@@ -60,7 +60,7 @@ def by_the_paper(drafter: BranchingTreeDrafter, row: int) -> list[tuple[tuple[in
 
 
 @torch.inference_mode()
-@in_one_test("kind", KINDS)
+@each("kind", KINDS)
 def test_the_nodes_are_those_of_the_paper(kind: str) -> None:
     target = Target(tiny("llama"))
     drafter = build(target, kind, "ddtree:nodes=14,top_k=3")
@@ -78,7 +78,7 @@ def test_the_nodes_are_those_of_the_paper(kind: str) -> None:
     assert max(map(len, paths)) > 1 and len({path[0] for path in paths}) > 1
 
 
-@in_one_test("kind", KINDS)
+@each("kind", KINDS)
 def test_one_child_a_node_is_the_heads_own_chain(kind: str) -> None:
     target = Target(tiny("llama"))
     chain = DFlashDrafter(draft_of(kind, scale=3), target.embedding, target.head)
@@ -114,7 +114,7 @@ def test_branching_trees_give_the_plain_tokens(kind: str, options: str) -> None:
     assert drawn.tokens == run(target, NoDrafter(), PROMPTS, 8, sampling=sampling).tokens
 
 
-@in_one_test(
+@each(
     ("kind", "method", "message"),
     [
         ("xpress", "ddtree", "would leave out the XPress draft's head"),

@@ -20,7 +20,7 @@ from dflash_bench.engine.forward.hf import HFForward, KeptTokens, advance
 from dflash_bench.engine.target import Target
 from dflash_bench.models.loading import Models
 from dflash_bench.models.presets import Preset
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.tiny_architectures import ATTENTION, HYBRID, made
 from helpers.toy import Scripted, Tree, Watching, changes, generated, run, sometimes_wrong
 
@@ -40,7 +40,7 @@ def texts(kind: str) -> list[list[int]]:
     return [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers(kind), strict=True)]
 
 
-@in_one_test("kind", KINDS)
+@each("kind", KINDS)
 def test_plain_decoding_in_our_loop_is_what_transformers_generates(kind: str) -> None:
     expected = answers(kind)
     assert len({token for answer in expected for token in answer}) > 10
@@ -53,7 +53,7 @@ SIZES = [(1, 8), (5, 1), (16, 3), (2, 3), (5, 8), (16, 1)]
 """Numbers of drafts and of rows."""
 
 
-@in_one_test(
+@each(
     ("kind", "num_drafts", "num_rows"),
     [(kind, *SIZES[(number + half) % 6]) for number, kind in enumerate(KINDS) for half in (0, 3)],
 )
@@ -66,7 +66,7 @@ def test_drafts_right_and_wrong_give_the_plain_tokens(kind: str, num_drafts: int
 CHANGES = [*changes(VOCAB, 1)]
 
 
-@in_one_test(
+@each(
     ("kind", "change"),
     [(kind, CHANGES[number]) for at, kind in enumerate(KINDS) for number in sorted({0, 1 + at % 6, 1 + (at + 2) % 6})],
 )
@@ -84,8 +84,8 @@ def cut(answer: list[int], stop: int) -> list[int]:
     return answer[: answer.index(stop) + 1] if stop in answer else answer
 
 
-@in_one_test("shape", ["chain", "branching"])
-@in_one_test("kind", ATTENTION)
+@each("shape", ["chain", "branching"])
+@each("kind", ATTENTION)
 def test_trees_deeper_than_the_window_give_the_plain_tokens(kind: str, shape: str) -> None:
     for num_rows in (1, 3):
         out = run(Target(made(kind)), Tree(texts(kind)[:num_rows], 10, shape, VOCAB), PROMPTS[:num_rows], NEW)
@@ -93,7 +93,7 @@ def test_trees_deeper_than_the_window_give_the_plain_tokens(kind: str, shape: st
         assert max(count for step in out.rounds for count in step.accepted) == 10
 
 
-@in_one_test("kind", HYBRID)
+@each("kind", HYBRID)
 def test_a_tree_on_a_recurrent_target_is_refused_by_name(kind: str) -> None:
     models = Models(made(kind), None, {}, {})
     with pytest.raises(
@@ -102,7 +102,7 @@ def test_a_tree_on_a_recurrent_target_is_refused_by_name(kind: str) -> None:
         open_backend(models, Preset("", {}), [parse("eagle3-tree:nodes=3")], NEW)
 
 
-@in_one_test("kind", KINDS)
+@each("kind", KINDS)
 def test_taps_give_the_hidden_states_of_what_was_read(kind: str) -> None:
     watching = Watching(Scripted(texts(kind)[:2], 3, sometimes_wrong(0.6, VOCAB)))
     watching.taps = (2, 0)
@@ -132,7 +132,7 @@ def states(target: Target) -> list[tuple[Tensor, Tensor]]:
     return [(state.conv_states[0], state.recurrent_states[0]) for state in target.network._recurrence.states.values()]
 
 
-@in_one_test("kind", HYBRID)
+@each("kind", HYBRID)
 def test_what_was_not_kept_leaves_no_trace_in_any_state(kind: str) -> None:
     prompts, blocks, counts = PROMPTS[:3], torch.arange(60, 75).view(3, 5), [2, 5, 1]
     target = Target(made(kind))
@@ -161,8 +161,8 @@ def test_a_state_is_made_again_only_where_a_draft_was_refused(monkeypatch: pytes
     assert calls == [1] * num_layers * 5
 
 
-@in_one_test("normalised", [True, False])
-@in_one_test("fresh", [True, False])
+@each("normalised", [True, False])
+@each("fresh", [True, False])
 def test_a_state_advances_as_the_published_rule_says_token_by_token(normalised: bool, fresh: bool) -> None:
     generator = torch.Generator().manual_seed(0)
 

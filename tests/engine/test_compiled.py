@@ -28,7 +28,7 @@ from dflash_bench.engine.target import Target
 from dflash_bench.models import loading, presets
 from dflash_bench.models.quantization import Int8Linear
 from dflash_bench.models.targets import Placement
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.native_kinds import KINDS, passes
 from helpers.toy import tiny
 
@@ -54,9 +54,9 @@ SIZES = [(1, 1), (7, 5), (64, 48), (100, 16), (33, 130), (256, 97)]
 """Inputs and outputs: whole blocks, parts of blocks, and a few blocks fewer than are read at a time."""
 
 
-@in_one_test("kind", ["float32", "bfloat16", "int8"])
-@in_one_test("size", SIZES)
-@in_one_test("has_bias", [False, True])
+@each("kind", ["float32", "bfloat16", "int8"])
+@each("size", SIZES)
+@each("has_bias", [False, True])
 def test_products_are_those_of_the_weights_for_every_number_of_tokens(
     has_bias: bool, size: tuple[int, int], kind: str
 ) -> None:

@@ -22,8 +22,8 @@ from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
-from helpers.cases import in_one_test
 from helpers.drafts.tiny import PROMPTS, without_head
+from helpers.each import each
 from helpers.heads import HEADS, draft_of, drafter_of
 from helpers.toy import plain, run, tiny
 
@@ -43,7 +43,7 @@ def watched(drafter: Any) -> list[Draft]:
     return drafts
 
 
-@in_one_test("kind", HEADS)
+@each("kind", HEADS)
 def test_a_head_of_zeros_drafts_what_the_block_drafts(kind: str) -> None:
     target = Target(tiny("llama"))
     head = drafter_of(target, kind, scale=0)
@@ -54,7 +54,7 @@ def test_a_head_of_zeros_drafts_what_the_block_drafts(kind: str) -> None:
     assert any(any(row) for step in out[0].rounds for row in step.drafted_ids)
 
 
-@in_one_test("kind", HEADS)
+@each("kind", HEADS)
 def test_a_head_changes_what_is_drafted_and_never_what_is_said(kind: str) -> None:
     target = Target(tiny("llama"))
     drafter = drafter_of(target, kind)
@@ -80,8 +80,8 @@ def test_a_row_is_drafted_as_it_would_be_alone(kind: str) -> None:
         assert drafted[request] == [step.drafted_ids[0] for step in alone.rounds]
 
 
-@in_one_test("kind", HEADS)
-@in_one_test("num_drafts", [1, 3])
+@each("kind", HEADS)
+@each("num_drafts", [1, 3])
 def test_a_smaller_block_has_fewer_slots_of_the_same_head(kind: str, num_drafts: int) -> None:
     target, draft = Target(tiny("llama")), draft_of(kind)
     drafter = DFlashDrafter(draft, target.embedding, target.head, draft.config.block_for(num_drafts))
@@ -108,7 +108,7 @@ def drawn_from(tokens: Tensor, q: Tensor) -> bool:
     return bool(chisquare(*both, sum_check=False).pvalue > 1e-3)
 
 
-@in_one_test("kind", HEADS)
+@each("kind", HEADS)
 def test_tokens_are_drawn_from_the_probabilities_that_a_draft_brings_given_those_before(kind: str) -> None:
     target, num_rows = Target(tiny("qwen3")), 1000
     drafter = drafter_of(target, kind, scale=3, rule="rejection")
@@ -280,7 +280,7 @@ def build(kind: str, method: str) -> Any:
     return (ddtree if chosen.name == "ddtree" else dflash).build(models, target, chosen)
 
 
-@in_one_test(
+@each(
     ("kind", "method", "message"),
     [
         ("selector", "dflash:cut=0.5", "this DFlash 2 draft has no confidence head to cut by; leave cut out"),

@@ -11,7 +11,7 @@ import dflash_bench as db
 from dflash_bench.engine.drafters import dflash
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.models.nets.corrections import markov
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.golden_drafts import CASES, assert_drafts_as_published, golden
 
 METHODS = {
@@ -51,7 +51,7 @@ def first_answer(name: str) -> None:
         engine.generate(case["cases"][0]["prompt"], method=METHODS[name], max_new_tokens=40, stop_ids=())
 
 
-@in_one_test("name", [name for name in METHODS if "dspark" in name])
+@each("name", [name for name in METHODS if "dspark" in name])
 def test_confidences_are_the_publishers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     known = [step["confidence"] for step in golden(name)["cases"][0]["rounds"]]
     ours: list[torch.Tensor] = []

@@ -22,11 +22,11 @@ from dflash_bench.engine.drafters.dflash import AutoDFlashDrafter
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.dflash import DFlashDraft
-from helpers.cases import in_one_test
 from helpers.decoding import PROMPTS as RAGGED
 from helpers.decoding import STOP, answers, table, texts
 from helpers.drafts.ddtree import ddtree_drafter, noisy_ddtree
 from helpers.drafts.tiny import DFLASH, PROMPTS, enlarged
+from helpers.each import each
 from helpers.plain_answers import plain_answers
 from helpers.toy import plain, run, tiny
 
@@ -134,8 +134,8 @@ def run_rounds(machine: Machine, num_rounds: int) -> list[tuple[int, int, list[f
     return rounds
 
 
-@in_one_test("lags", [False, True])
-@in_one_test(("fixed", "slope"), [(1.0, 0.0), (1.0, 0.01), (0.5, 0.05), (0.1, 0.1)])
+@each("lags", [False, True])
+@each(("fixed", "slope"), [(1.0, 0.0), (1.0, 0.01), (0.5, 0.05), (0.1, 0.1)])
 def test_a_chosen_width_is_hardly_ever_worse_than_the_best_fixed_one(fixed: float, slope: float, lags: bool) -> None:
     rounds = run_rounds(Machine(fixed, slope, lags=lags), 2000)
     rate = sum(tokens for _, tokens, _ in rounds) / sum(fixed + slope * width for width, _, _ in rounds)
@@ -206,9 +206,9 @@ def auto_ddtree(target: Target) -> AutoDDTreeDrafter:
     return AutoDDTreeDrafter(enlarged(DFlashDraft(DFLASH)), target.embedding, target.head, 40)
 
 
-@in_one_test("lags", [False, True])
-@in_one_test("num_rows", [1, 3, 8])
-@in_one_test("make", [auto_dflash, auto_ddtree])
+@each("lags", [False, True])
+@each("num_rows", [1, 3, 8])
+@each("make", [auto_dflash, auto_ddtree])
 def test_whatever_width_is_chosen_the_tokens_are_the_plain_ones(make: Any, num_rows: int, lags: bool) -> None:
     target, prompts = Target(tiny("qwen3")), RAGGED[:num_rows]
     drafter = make(target)
@@ -221,8 +221,8 @@ def test_whatever_width_is_chosen_the_tokens_are_the_plain_ones(make: Any, num_r
     assert len(drafted) > 1
 
 
-@in_one_test("lags", [False, True])
-@in_one_test("num_rows", [1, 3, 8])
+@each("lags", [False, True])
+@each("num_rows", [1, 3, 8])
 def test_drafts_that_are_often_right_are_cut_anywhere_and_stay_exact(num_rows: int, lags: bool) -> None:
     prompts = RAGGED[:num_rows]
     drafter = noisy_ddtree(AutoDDTreeDrafter, texts(prompts), 24)

@@ -15,11 +15,11 @@ from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.drafters.ddtree import DDTreeDrafter, Levels, Nodes, best_nodes
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
-from helpers.cases import in_one_test
 from helpers.decoding import PROMPTS as RAGGED
 from helpers.decoding import STOP, answers, table, texts
 from helpers.drafts.ddtree import ddtree_drafter, noisy_ddtree
 from helpers.drafts.tiny import DFLASH, PROMPTS, dflash_drafter
+from helpers.each import each
 from helpers.plain_answers import plain_answers
 from helpers.toy import run, tiny
 
@@ -87,9 +87,9 @@ def test_the_nodes_are_those_of_a_heap_in_its_order(
         assert levels.num_nodes == len(expected)
 
 
-@in_one_test("num_rows", [1, 3, 8])
-@in_one_test(("nodes", "top_k", "block_size"), [(1, None, 8), (5, 2, 3), (12, None, 8), (40, 4, 12)])
-@in_one_test("kind", ["qwen3", "llama"])
+@each("num_rows", [1, 3, 8])
+@each(("nodes", "top_k", "block_size"), [(1, None, 8), (5, 2, 3), (12, None, 8), (40, 4, 12)])
+@each("kind", ["qwen3", "llama"])
 def test_trees_give_the_plain_tokens(kind: str, nodes: int, top_k: int | None, block_size: int, num_rows: int) -> None:
     target, prompts = Target(tiny(kind)), RAGGED[:num_rows]
     out = run(target, ddtree_drafter(target, nodes, top_k, block_size), prompts, 12)
@@ -116,8 +116,8 @@ def test_one_candidate_a_slot_is_the_chain_and_is_sent_as_one() -> None:
     assert drafter.num_drafts == DFLASH.block_size - 1
 
 
-@in_one_test("num_rows", [1, 3, 8])
-@in_one_test("nodes", [3, 10, 24])
+@each("num_rows", [1, 3, 8])
+@each("nodes", [3, 10, 24])
 def test_trees_that_are_often_right_give_the_plain_tokens_up_to_stops_and_limits(nodes: int, num_rows: int) -> None:
     prompts = RAGGED[:num_rows]
     for limit in (24, 7):

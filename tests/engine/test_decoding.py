@@ -18,7 +18,6 @@ from dflash_bench.engine.rows import DecodingError, HostClock, Limits
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from helpers.cases import in_one_test
 from helpers.decoding import (
     PARTS,
     PROMPTS,
@@ -28,6 +27,7 @@ from helpers.decoding import (
     table,
     texts,
 )
+from helpers.each import each
 from helpers.toy import (
     Change,
     Decoded,
@@ -54,9 +54,9 @@ def test_the_toy_answers_are_varied_and_end_in_different_ways() -> None:
     assert len({token for answer in given for token in answer}) > 15
 
 
-@in_one_test("num_rows", [1, 3, 8])
-@in_one_test("num_drafts", [1, 2, 5, 16])
-@in_one_test("kind", changes(VOCAB, STOP))
+@each("num_rows", [1, 3, 8])
+@each("num_drafts", [1, 2, 5, 16])
+@each("kind", changes(VOCAB, STOP))
 def test_every_chain_gives_the_plain_tokens(kind: str, num_drafts: int, num_rows: int) -> None:
     expected = answers(PROMPTS)
     for first in range(0, len(PROMPTS) - num_rows + 1, num_rows):
@@ -72,8 +72,8 @@ def test_plain_decoding_gives_the_plain_tokens(num_rows: int) -> None:
     assert out.tokens == answers(PROMPTS[:num_rows])
 
 
-@in_one_test("num_rows", [1, 3, 8])
-@in_one_test("shape", ["chain", "branching", "duplicates", "late"])
+@each("num_rows", [1, 3, 8])
+@each("shape", ["chain", "branching", "duplicates", "late"])
 def test_every_tree_gives_the_plain_tokens(shape: str, num_rows: int) -> None:
     prompts = PROMPTS[:num_rows]
     drafter = Tree(texts(prompts), 4, shape, VOCAB)
@@ -82,9 +82,9 @@ def test_every_tree_gives_the_plain_tokens(shape: str, num_rows: int) -> None:
     assert max(count for step in out.rounds for count in step.accepted) >= 3
 
 
-@in_one_test("num_rows", [1, 3, 8])
-@in_one_test("num_drafts", [1, 15, 59])
-@in_one_test("top_k", [1, 2, 10])
+@each("num_rows", [1, 3, 8])
+@each("num_drafts", [1, 15, 59])
+@each("top_k", [1, 2, 10])
 def test_trees_of_any_shape_give_the_plain_tokens(top_k: int, num_drafts: int, num_rows: int) -> None:
     for first in range(0, len(PROMPTS) - num_rows + 1, num_rows):
         prompts = PROMPTS[first : first + num_rows]
@@ -159,8 +159,8 @@ def cut(answer: list[int], stop_ids: frozenset[int]) -> list[int]:
     return answer[: ends[0]] if ends else answer
 
 
-@in_one_test("kind", ["qwen3", "llama"])
-@in_one_test(("num_drafts", "num_rows"), [(1, 3), (2, 8), (5, 3), (16, 1), (16, 8)])
+@each("kind", ["qwen3", "llama"])
+@each(("num_drafts", "num_rows"), [(1, 3), (2, 8), (5, 3), (16, 1), (16, 8)])
 def test_every_chain_gives_the_plain_tokens_of_a_random_network(kind: str, num_drafts: int, num_rows: int) -> None:
     target = Target(tiny(kind))
     prompts, free = PROMPTS[:num_rows], free_answers(kind)[:num_rows]
@@ -176,7 +176,7 @@ def test_every_chain_gives_the_plain_tokens_of_a_random_network(kind: str, num_d
     assert run(target, NoDrafter(), prompts, 16, stop_ids=stop_ids).tokens == expected
 
 
-@in_one_test("shape", ["chain", "branching", "duplicates", "late"])
+@each("shape", ["chain", "branching", "duplicates", "late"])
 def test_every_tree_gives_the_plain_tokens_of_a_random_network(shape: str) -> None:
     target, prompts = Target(tiny("qwen3")), PROMPTS[:3]
     expected = free_answers("qwen3")[:3]
@@ -186,7 +186,7 @@ def test_every_tree_gives_the_plain_tokens_of_a_random_network(shape: str) -> No
     assert max(count for step in out.rounds for count in step.accepted) >= 3
 
 
-@in_one_test(("num_drafts", "num_rows"), [(1, 3), (15, 8), (59, 1), (59, 3)])
+@each(("num_drafts", "num_rows"), [(1, 3), (15, 8), (59, 1), (59, 3)])
 def test_trees_of_any_shape_give_the_plain_tokens_of_a_random_network(num_drafts: int, num_rows: int) -> None:
     target, prompts, free = Target(tiny("llama")), PROMPTS[:num_rows], free_answers("llama")[:num_rows]
     stop_ids = frozenset({free[0][5], free[-1][11]})
@@ -210,13 +210,13 @@ def test_a_stop_token_inside_a_block_ends_the_row_there() -> None:
     assert len(out.rounds) == 1 and len(out.rounds[0].emitted[0] or ()) == at < 17
 
 
-@in_one_test("max_new_tokens", [1, 2, 3, 6, 7, 8])
+@each("max_new_tokens", [1, 2, 3, 6, 7, 8])
 def test_a_limit_inside_a_block_ends_the_row_there(max_new_tokens: int) -> None:
     out = run(table(), Scripted(texts(PROMPTS), 5), PROMPTS, max_new_tokens)
     assert out.tokens == [table().answer(prompt, max_new_tokens) for prompt in PROMPTS]
 
 
-@in_one_test("max_new_tokens", [2, 3, 6, 7])
+@each("max_new_tokens", [2, 3, 6, 7])
 def test_a_stop_or_a_limit_inside_a_tree_ends_the_row_there(max_new_tokens: int) -> None:
     prompt = PROMPTS[0]
     free = table().answer(prompt, 24)
@@ -493,8 +493,8 @@ def test_a_row_that_has_ended_cannot_break_the_others() -> None:
 # What a round costs beside the model.
 
 
-@in_one_test("num_rows", [1, 3])
-@in_one_test("method", PARTS)
+@each("num_rows", [1, 3])
+@each("method", PARTS)
 def test_caches_stay_where_they_are_from_round_to_round(method: str, num_rows: int) -> None:
     target, drafter = PARTS[method]()
     caches = [target, drafter] if method != "plain" else [target]
@@ -514,8 +514,8 @@ def decoded(target: Any, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> 
     return run(target, drafter, prompts, 12)
 
 
-@in_one_test("num_rows", [1, 3])
-@in_one_test("method", PARTS)
+@each("num_rows", [1, 3])
+@each("method", PARTS)
 def test_what_an_earlier_generation_left_behind_changes_nothing(method: str, num_rows: int) -> None:
     short = [[9], [8, 7, 6], [5, 4]][:num_rows]
     target, drafter = PARTS[method]()

@@ -15,8 +15,8 @@ from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
-from helpers.cases import in_one_test
 from helpers.drafts.draft_model import drafter, nearly
+from helpers.each import each
 from helpers.plain_answers import plain_answers
 from helpers.tiny_architectures import HYBRID, made
 from helpers.toy import generated, plain, run, tiny
@@ -57,7 +57,7 @@ class Recording:
         return draft
 
 
-@in_one_test(("kind", "num_drafts"), [*((kind, 5) for kind in MODELS), ("another", 1)])
+@each(("kind", "num_drafts"), [*((kind, 5) for kind in MODELS), ("another", 1)])
 def test_the_output_is_the_plain_one_whoever_drafts(kind: str, num_drafts: int) -> None:
     target = Target(tiny("qwen3"))
     expected = plain_answers(target, PROMPTS, NEW)

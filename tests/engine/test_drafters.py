@@ -21,7 +21,6 @@ from dflash_bench.models import loading, presets
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import vocabulary_map
 from dflash_bench.models.nets.layers import Rotary
-from helpers.cases import in_one_test
 from helpers.drafts.tiny import (
     DFLASH,
     PROMPTS,
@@ -34,6 +33,7 @@ from helpers.drafts.tiny import (
     record,
     reduced,
 )
+from helpers.each import each
 from helpers.plain_answers import plain_answers
 from helpers.toy import Decoded, Watching, run, tiny
 
@@ -90,8 +90,8 @@ def test_dflash_proposes_one_token_less_than_its_block_the_trained_one_if_not_to
     assert dflash_drafter(target, 12).num_drafts == 11
 
 
-@in_one_test("num_rows", [1, 3])
-@in_one_test("block_size", [2, 3, 8, 12, 17])
+@each("num_rows", [1, 3])
+@each("block_size", [2, 3, 8, 12, 17])
 def test_dflash_gives_the_plain_tokens(block_size: int, num_rows: int) -> None:
     target = Target(tiny("qwen3"))
     out = run(target, dflash_drafter(target, block_size), PROMPTS[:num_rows], 20)
@@ -102,8 +102,8 @@ def test_dflash_gives_the_plain_tokens(block_size: int, num_rows: int) -> None:
 # EAGLE-3.
 
 
-@in_one_test("num_drafts", [1, 2, 6])
-@in_one_test("rows", [[1], [0, 1, 2]])
+@each("num_drafts", [1, 2, 6])
+@each("rows", [[1], [0, 1, 2]])
 def test_a_cached_eagle3_chain_equals_a_full_recomputation(num_drafts: int, rows: list[int]) -> None:
     target = Target(tiny("llama"))
     drafter = eagle3_drafter(target, num_drafts, reduced())
@@ -148,8 +148,8 @@ def test_the_vocabulary_map_keeps_the_most_frequent_tokens() -> None:
     assert t2d.nonzero()[:, 0].tolist() == [1, 3, 5]
 
 
-@in_one_test("num_rows", [1, 3])
-@in_one_test("num_drafts", [1, 2, 5, 16])
+@each("num_rows", [1, 3])
+@each("num_drafts", [1, 2, 5, 16])
 def test_eagle3_gives_the_plain_tokens(num_drafts: int, num_rows: int) -> None:
     target = Target(tiny("qwen3"))
     out = run(target, eagle3_drafter(target, num_drafts), PROMPTS[:num_rows], 20)
@@ -285,8 +285,8 @@ def denoised(drafter: DFlashDrafter, features: Tensor, anchor: int, steps: int) 
     return [fixed[place] for place in range(size - 1)]
 
 
-@in_one_test("steps", [1, 2, 3, 7, 12])
-@in_one_test("rows", [[1], [0, 1, 2]])
+@each("steps", [1, 2, 3, 7, 12])
+@each("rows", [[1], [0, 1, 2]])
 def test_each_step_fixes_the_surest_tokens_and_predicts_the_others_anew(steps: int, rows: list[int]) -> None:
     target = Target(tiny("llama"))
     drafter = DFlashDrafter(enlarged(DFlashDraft(DFLASH)), target.embedding, target.head, steps=steps)
@@ -296,8 +296,8 @@ def test_each_step_fixes_the_surest_tokens_and_predicts_the_others_anew(steps: i
             assert tokens[row].tolist() == denoised(drafter, features, following[row][-1], steps)
 
 
-@in_one_test("shifted", [False, True])
-@in_one_test("steps", [2, 5])
+@each("shifted", [False, True])
+@each("steps", [2, 5])
 def test_several_steps_give_the_plain_tokens_and_other_drafts_than_one(steps: int, shifted: bool) -> None:
     target, draft = Target(tiny("qwen3")), enlarged(DFlashDraft(replace(DFLASH, shifted_labels=shifted)))
     drafts = []

@@ -20,7 +20,7 @@ from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.models import loading
 from dflash_bench.models.nets.dflash import initialise
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft, vocabulary_map
-from helpers.cases import in_one_test
+from helpers.each import each
 
 VOCABULARY, HIDDEN, NUM_DRAFTS = 53, 24, 5
 CONFIG = Eagle3Config(
@@ -170,7 +170,7 @@ def drafted(
     return torch.stack(logits).double(), proposed
 
 
-@in_one_test("parts", [[1], [9], [14], [9, 1], [6, 2, 1, 5]])
+@each("parts", [[1], [9], [14], [9, 1], [6, 2, 1, 5]])
 def test_prefill_with_features_then_stepping_equals_one_causal_pass(case: Case, parts: list[int]) -> None:
     """Rows read in several parts: real features replace what was made up in between."""
     length = sum(parts)
@@ -189,7 +189,7 @@ CONVENTIONS: dict[str, Any] = {
 }
 
 
-@in_one_test("changes", CONVENTIONS.values())
+@each("changes", CONVENTIONS.values())
 def test_any_other_convention_would_be_seen(case: Case, changes: dict[str, Any]) -> None:
     logits, _ = drafted(case.draft, case.embedding, case.features, case.tokens, [14])
     other, _ = replace(case.formula, **changes).chain(case.features, case.tokens, NUM_DRAFTS)

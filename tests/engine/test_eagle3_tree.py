@@ -19,9 +19,9 @@ from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.nets.layers import Rotary
-from helpers.cases import in_one_test
 from helpers.decoding import PROMPTS as RAGGED
 from helpers.drafts.tiny import EAGLE3, PROMPTS, eagle3_drafter, eagle3_tree_drafter, enlarged, reduced
+from helpers.each import each
 from helpers.plain_answers import plain_answers
 from helpers.toy import Scripted, Watching, run, sometimes_wrong, tiny
 
@@ -110,8 +110,8 @@ def record(drafter: Eagle3TreeDrafter, target: Target, prompts: Sequence[Sequenc
     return recorded
 
 
-@in_one_test("rows", [[1], [0, 1, 2]])
-@in_one_test(("num_drafts", "top_k", "steps"), [(15, 3, 3), (8, 10, 2), (6, 2, 5), (30, 2, 3)])
+@each("rows", [[1], [0, 1, 2]])
+@each(("num_drafts", "top_k", "steps"), [(15, 3, 3), (8, 10, 2), (6, 2, 5), (30, 2, 3)])
 def test_the_tree_holds_the_best_nodes_of_the_algorithm_without_a_cache(
     num_drafts: int, top_k: int, steps: int, rows: list[int]
 ) -> None:
@@ -156,8 +156,8 @@ def test_few_nodes_or_a_small_vocabulary_make_a_small_tree() -> None:
         assert out.rounds[0].drafted == [made[0]] * 3
 
 
-@in_one_test(("num_rows", "window"), [(1, None), (3, None), (3, 4), (8, None)])
-@in_one_test("length", [1, 2, 6])
+@each(("num_rows", "window"), [(1, None), (3, None), (3, 4), (8, None)])
+@each("length", [1, 2, 6])
 def test_a_tree_with_one_child_per_node_is_the_chain(length: int, num_rows: int, window: int | None) -> None:
     draft = enlarged(Eagle3Draft(replace(EAGLE3, window=window)))
     target, prompts = Target(tiny("llama")), RAGGED[:num_rows]
@@ -190,8 +190,8 @@ def test_a_level_is_one_pass_of_the_network(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(widths) == 8 * len(out.rounds) and widths.count(10) == 7 * len(out.rounds)
 
 
-@in_one_test(("total_tokens", "num_rows", "top_k"), [(2, 3, 10), (16, 1, 10), (16, 8, 2), (60, 3, 1), (60, 8, 10)])
-@in_one_test("kind", ["qwen3", "llama"])
+@each(("total_tokens", "num_rows", "top_k"), [(2, 3, 10), (16, 1, 10), (16, 8, 2), (60, 3, 1), (60, 8, 10)])
+@each("kind", ["qwen3", "llama"])
 def test_trees_give_the_plain_tokens(kind: str, total_tokens: int, num_rows: int, top_k: int) -> None:
     target, prompts = Target(tiny(kind)), RAGGED[:num_rows]
     out = run(target, eagle3_tree_drafter(target, total_tokens - 1, top_k, 7), prompts, 12)

@@ -14,7 +14,7 @@ from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.target import Target
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.faults import matrix
 from helpers.faults.in_engine import ASKED, FAULTS, RAGGED, STATES, WINDOWS, Fault
 from helpers.faults.matrix import Part, Way
@@ -151,14 +151,14 @@ def assert_found(fault: Fault, kind: str, prompts: Sequence[Sequence[int]]) -> N
     assert good == [not one for one in changed]
 
 
-@in_one_test("fault", WINDOWS)
-@in_one_test("kind", [kind for kind in ATTENTION if "window" in kind])
+@each("fault", WINDOWS)
+@each("kind", [kind for kind in ATTENTION if "window" in kind])
 def test_a_window_of_the_wrong_width_is_found(fault: Fault, kind: str) -> None:
     assert_found(fault, kind, [PROMPT])
 
 
-@in_one_test("fault", STATES)
-@in_one_test("kind", HYBRID)
+@each("fault", STATES)
+@each("kind", HYBRID)
 def test_a_recurrent_state_that_is_not_taken_back_is_found(fault: Fault, kind: str) -> None:
     assert_found(fault, kind, [PROMPT])
 

@@ -14,7 +14,7 @@ from dflash_bench.engine.forward import fused
 from dflash_bench.engine.forward.fused import TRIED, FusedGated, fused_layers, turn_by_copying
 from dflash_bench.engine.forward.native import NativeForward, rotate
 from dflash_bench.engine.target import Target
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.native_kinds import KINDS, passes
 
 FEW = ["qwen3, normed heads", "llama, biases", "gemma 3, windows, two tables of angles", "qwen3, experts", "gemma"]
@@ -30,8 +30,8 @@ def traced_by_dynamo(function: Callable[..., Any], **options: Any) -> Callable[.
     return compiled
 
 
-@in_one_test("num_rows", [1, 3])
-@in_one_test("kind", FEW)
+@each("num_rows", [1, 3])
+@each("kind", FEW)
 def test_every_pass_says_what_it_says_without(kind: str, num_rows: int) -> None:
     model = copy.deepcopy(KINDS[kind]())
     network = NativeForward(model)

@@ -19,7 +19,7 @@ from dflash_bench.models.nets.bodies import PLAIN
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.presets import Preset
 from dflash_bench.models.weights import write_checkpoint
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.golden_drafts import CASES as FOLDER
 from helpers.golden_drafts import assert_drafts_as_published, golden
 from helpers.pretended_gpu.traced import traced
@@ -50,7 +50,7 @@ def test_drafts_are_those_of_the_publishers_code(name: str, forward: dict[str, s
     assert_drafts_as_published(name, "dflash", **forward)
 
 
-@in_one_test("name", CASES)
+@each("name", CASES)
 def test_rows_of_a_batch_draft_what_they_draft_alone(name: str) -> None:
     """Rows of different lengths, beside each other: no window, convolution or context reaches into another row."""
     case = golden(name)
@@ -69,8 +69,8 @@ def test_rows_of_a_batch_draft_what_they_draft_alone(name: str) -> None:
         assert drafted == [step.drafted_ids[0] for step in out.rounds]
 
 
-@in_one_test("num_rows", [1, 3])
-@in_one_test("name", CASES)
+@each("num_rows", [1, 3])
+@each("name", CASES)
 def test_captured_passes_draft_the_same(name: str, num_rows: int) -> None:
     models, target = opened(name)
     drafter = DFlashDrafter(models.drafts["dflash"], target.embedding, target.head)
@@ -111,7 +111,7 @@ def test_identity_convolutions_and_a_zero_selector_draft_as_dflash() -> None:
     assert [step.drafted_ids for step in first] == [step.drafted_ids for step in again]
 
 
-@in_one_test("name", CASES)
+@each("name", CASES)
 def test_written_and_read_again_it_is_the_same(name: str, tmp_path: Path) -> None:
     folder = FOLDER / name / "draft"
     form, stored = read_checkpoint(folder, None)

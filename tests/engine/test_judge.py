@@ -14,7 +14,7 @@ from dflash_bench.engine import judge as judging
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.masks import TargetMasks
 from dflash_bench.engine.target import Target
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.tiny_architectures import ATTENTION, HYBRID, made
 from helpers.toy import generated, tiny
 
@@ -50,7 +50,7 @@ def twins(kind: str, closeness: float) -> tuple[Any, int, int, int]:
 # Two answers
 
 
-@in_one_test("at", [0, 1, 6, 11])
+@each("at", [0, 1, 6, 11])
 def test_a_wrong_token_is_a_mismatch_and_the_gap_is_what_the_model_has_against_it(at: int) -> None:
     model = tiny("qwen3")
     answer = answer_of(model)
@@ -121,7 +121,7 @@ def test_an_answer_that_breaks_off_differs_where_it_ends(kept: int) -> None:
 # What rounding excuses
 
 
-@in_one_test(
+@each(
     ("gap", "tolerance", "verdict"),
     [
         (0.0, 0.0, "near_tie"),
@@ -182,7 +182,7 @@ def test_the_two_forms_agree_up_to_rounding_on_every_architecture() -> None:
             assert float((one - steps).abs().max()) < 1e-4
 
 
-@in_one_test("kind", [*ATTENTION, *HYBRID])
+@each("kind", [*ATTENTION, *HYBRID])
 def test_windows_and_recurrent_layers_have_both_forms_too(kind: str) -> None:
     model = made(kind)
     judge = Judge(model)

@@ -21,7 +21,7 @@ from dflash_bench.engine.backend import LocalBackend, open_backend, stop_ids
 from dflash_bench.engine.judge_weights import checksums, has_room, words_in
 from dflash_bench.models import loading, memory
 from dflash_bench.models.presets import Preset, preset
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.tiny import build
 from helpers.toy import tiny
 
@@ -56,8 +56,8 @@ def configured(folder: Path, tmp_path: Path, generation: Any, config: Any) -> Pa
     return tmp_path
 
 
-@in_one_test("generation", [None, {}, {"eos_token_id": 5}, {"eos_token_id": [5, 6]}])
-@in_one_test("config", [{}, {"eos_token_id": 9}, {"eos_token_id": [9, 10]}])
+@each("generation", [None, {}, {"eos_token_id": 5}, {"eos_token_id": [5, 6]}])
+@each("config", [{}, {"eos_token_id": 9}, {"eos_token_id": [9, 10]}])
 def test_stop_ids_are_those_that_transformers_would_stop_at(
     folder: Path, tmp_path: Path, generation: Any, config: Any
 ) -> None:
@@ -71,8 +71,8 @@ def test_stop_ids_are_those_that_transformers_would_stop_at(
     assert own >= {*(listed if isinstance(listed, list) else [listed])}
 
 
-@in_one_test("template", [True, False])
-@in_one_test("thinking", [None, True, False])
+@each("template", [True, False])
+@each("thinking", [None, True, False])
 def test_prompts_are_those_of_the_engine_where_both_are_sound(
     folder: Path, tmp_path: Path, template: bool, thinking: bool | None
 ) -> None:
@@ -233,7 +233,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], None]] = {
 }
 
 
-@in_one_test("change", CHANGES)
+@each("change", CHANGES)
 def test_any_change_changes_it(change: str) -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.randn(300, 257))

@@ -16,7 +16,7 @@ from dflash_bench.engine.forward.compiled import CompiledForward
 from dflash_bench.engine.forward.native import NativeForward, why_not
 from dflash_bench.engine.selection import name_of, target_of
 from dflash_bench.engine.target import Target
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.native_kinds import GEMMA3, KINDS, PROMPTS, YARN, of_class, passes
 from helpers.toy import Scripted, generated, plain, run, sometimes_wrong, tiny
 
@@ -25,8 +25,8 @@ OF_KERNELS = [(kernels, kind) for kernels in FORWARDS for kind in KINDS if kerne
 """Experts are the publisher's module."""
 
 
-@in_one_test("num_rows", [1, 3])
-@in_one_test(("kernels", "kind"), OF_KERNELS)
+@each("num_rows", [1, 3])
+@each(("kernels", "kind"), OF_KERNELS)
 def test_every_pass_says_what_the_publishers_code_says(kernels: str, kind: str, num_rows: int) -> None:
     model = copy.deepcopy(KINDS[kind]())
     assert why_not(model) is None
@@ -46,7 +46,7 @@ def generated_by(kind: str) -> list[list[int]]:
 MOST = 14
 
 
-@in_one_test(("kernels", "kind"), OF_KERNELS)
+@each(("kernels", "kind"), OF_KERNELS)
 def test_decoding_gives_what_transformers_generates(kernels: str, kind: str) -> None:
     model, expected = copy.deepcopy(KINDS[kind]()), generated_by(kind)
     assert len({token for answer in expected for token in answer}) > 6
@@ -56,8 +56,8 @@ def test_decoding_gives_what_transformers_generates(kernels: str, kind: str) -> 
     assert run(target, Scripted(known, 7, sometimes_wrong(0.7, 97)), PROMPTS, MOST).tokens == expected
 
 
-@in_one_test("kernels", FORWARDS)
-@in_one_test("kind", ["gemma 3, windows, two tables of angles", "qwen3, normed heads", "llama"])
+@each("kernels", FORWARDS)
+@each("kind", ["gemma 3, windows, two tables of angles", "qwen3, normed heads", "llama"])
 def test_in_bfloat16_it_is_as_near_to_float32_as_the_publishers_code(kind: str, kernels: str) -> None:
     exact = passes(Target(copy.deepcopy(KINDS[kind]())), 1)
     half = copy.deepcopy(KINDS[kind]()).to(torch.bfloat16)
@@ -96,7 +96,7 @@ def unique(model: Any) -> list[torch.Tensor]:
     return list({weight.untyped_storage().data_ptr(): weight for weight in model.parameters()}.values())
 
 
-@in_one_test(
+@each(
     ("model", "said"),
     [
         (lambda: tiny("gpt2"), "gpt2 is not among gemma"),

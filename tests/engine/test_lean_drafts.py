@@ -18,8 +18,8 @@ from dflash_bench.engine.masks import causal_mask
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.nets.layers import Rotary
-from helpers.cases import in_one_test
 from helpers.drafts.tiny import DFLASH, EAGLE3
+from helpers.each import each
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
@@ -74,10 +74,10 @@ EAGLE3_KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@in_one_test("compiled", [False, True])
-@in_one_test("starts", STARTS)
-@in_one_test("dtype", TOLERANCES)
-@in_one_test("kind", EAGLE3_KINDS)
+@each("compiled", [False, True])
+@each("starts", STARTS)
+@each("dtype", TOLERANCES)
+@each("kind", EAGLE3_KINDS)
 def test_an_eagle3_step_is_that_of_the_published_network(
     kind: str, dtype: torch.dtype, starts: list[int], compiled: bool
 ) -> None:
@@ -115,8 +115,8 @@ def test_the_network_it_was_made_from_stays_whole_and_nothing_is_held_twice(make
     for name, tensor in draft.state_dict().items():
         assert torch.equal(tensor, before[name]), name
     places = {parameter.untyped_storage().data_ptr() for parameter in draft.parameters()}
-    for each in (one, lean(draft)):  # the second one finds them joined
-        for layer in each.layers if lean is NativeDFlash else [each.layer]:
+    for lain_out in (one, lean(draft)):  # the second one finds them joined
+        for layer in lain_out.layers if lean is NativeDFlash else [lain_out.layer]:
             for linear in (layer.attention.qkv, layer.attention.output, layer.feed.gate_up, layer.feed.down):
                 assert linear.weight.untyped_storage().data_ptr() in places
     assert places == {parameter.untyped_storage().data_ptr() for parameter in draft.parameters()}

@@ -23,7 +23,7 @@ from dflash_bench.models.loading import Models
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.presets import Preset
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.toy import Letters, Scripted, plain, sometimes_wrong, tiny
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]
@@ -245,7 +245,7 @@ def test_a_template_is_rendered_with_its_mode_and_room_for_the_answer(thinking: 
     assert seen["enable_thinking"] is thinking and seen["add_generation_prompt"] is True and seen["tokenize"] is False
 
 
-@in_one_test(("configured", "expected"), [(7, {7, 1}), ([7, 8], {7, 8, 1}), (None, {1}), ([], {1}), (1, {1})])
+@each(("configured", "expected"), [(7, {7, 1}), ([7, 8], {7, 8, 1}), (None, {1}), ([], {1}), (1, {1})])
 def test_every_id_that_ends_an_answer_is_a_stop_id(configured: Any, expected: set[int]) -> None:
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=configured))
     assert stop_ids(model, Letters()) == expected

@@ -23,7 +23,7 @@ from dflash_bench.engine.drafters.synthetic import SyntheticDrafter
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.models import datastore
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.repeating_targets import (
     CPU,
     PROMPTS,
@@ -67,8 +67,8 @@ DRAFTERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@in_one_test("num_rows", [1, 3, 8])
-@in_one_test("name", DRAFTERS)
+@each("num_rows", [1, 3, 8])
+@each("name", DRAFTERS)
 def test_the_tokens_are_the_plain_ones_whatever_was_looked_up(name: str, num_rows: int) -> None:
     target, drafter = table(), DRAFTERS[name]()
     answers = [target.answer(prompt, 24, frozenset({STOP})) for prompt in PROMPTS]
@@ -80,7 +80,7 @@ def test_the_tokens_are_the_plain_ones_whatever_was_looked_up(name: str, num_row
     assert kept >= 8 or name == "random"
 
 
-@in_one_test("name", DRAFTERS)
+@each("name", DRAFTERS)
 def test_sampled_tokens_are_those_of_plain_decoding_with_the_same_seed(name: str) -> None:
     assert sampled(DRAFTERS[name]()) == sampled(NoDrafter())
 
@@ -346,7 +346,7 @@ def test_a_pool_keeps_the_latest() -> None:
     assert pool.starting_with(7) == [(1,), (3,)] and pool.starting_with(8) == []
 
 
-@in_one_test(("width", "size", "num_guesses"), [(4, 4, 3), (5, 2, 4), (1, 6, 2), (2, 7, 1)])
+@each(("width", "size", "num_guesses"), [(4, 4, 3), (5, 2, 4), (1, 6, 2), (2, 7, 1)])
 def test_a_window_fills_up_level_by_level_and_no_tree_is_larger_than_said(
     width: int, size: int, num_guesses: int
 ) -> None:

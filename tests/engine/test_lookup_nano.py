@@ -17,7 +17,7 @@ from dflash_bench.engine.drafters.dflash_ngram import DFlashNGramDrafter
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models import datastore, presets
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.nano import encoded, models
 
 QUESTIONS = [
@@ -82,7 +82,7 @@ def with_method(typed: str) -> LocalBackend:
     return LocalBackend(opened.target, models().tokenizer, {"it": opened.drafters[method.label]}, opened.limits)
 
 
-@in_one_test(
+@each(
     ("typed", "said"),
     [
         ("rest", "needs a datastore"),

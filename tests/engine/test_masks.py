@@ -6,13 +6,13 @@ import torch
 
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.masks import PassMask, TargetMasks
-from helpers.cases import in_one_test
+from helpers.each import each
 
 CAPACITY = 32
 
 
-@in_one_test("dtype", [torch.float32, torch.bfloat16])
-@in_one_test("window", [None, 5])
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("window", [None, 5])
 def test_no_mask_on_a_device_begins_between_places_that_its_attention_reads_from(
     dtype: torch.dtype, window: int | None
 ) -> None:

@@ -21,8 +21,8 @@ from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.formats import TargetShape, medusa
 from dflash_bench.models.loading import Models
-from helpers.cases import in_one_test
 from helpers.drafts.medusa import drafter, heads
+from helpers.each import each
 from helpers.plain_answers import plain_answers
 from helpers.toy import plain, run, tiny
 
@@ -57,8 +57,8 @@ def last_states(model: Any, text: list[int]) -> Tensor:
     return states
 
 
-@in_one_test("kind", ["qwen3", "llama", "gpt2"])
-@in_one_test(("nodes", "top_k"), [(12, 3), (3, 1), (1, 1), (40, 10)])
+@each("kind", ["qwen3", "llama", "gpt2"])
+@each(("nodes", "top_k"), [(12, 3), (3, 1), (1, 1), (40, 10)])
 def test_the_output_is_the_plain_one_whatever_the_heads_say(kind: str, nodes: int, top_k: int) -> None:
     target = Target(tiny(kind))
     prompts = [prompt[:30] for prompt in PROMPTS]
@@ -176,7 +176,7 @@ def _tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
     save_file(tensors, path)
 
 
-@in_one_test(
+@each(
     ("damage", "message"),
     [
         (lambda f: (f / "medusa_lm_head.safetensors").unlink(), "holds no Medusa heads: medusa_lm_head.safet"),

@@ -24,9 +24,9 @@ from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.selection import compile_like, target_of
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from helpers.cases import in_one_test
 from helpers.drafts.mtp import Formula, drafter, heads
 from helpers.drafts.tiny import PROMPTS
+from helpers.each import each
 from helpers.golden_drafts import CASES, assert_drafts_as_published
 from helpers.tiny_architectures import made
 from helpers.toy import Scripted, Watching, follows, plain, run, sometimes_wrong, tiny
@@ -107,7 +107,7 @@ def compared(kind: str, rows: Sequence[int]) -> tuple[int, int]:
     return num_same, num_different
 
 
-@in_one_test(("kind", "rows"), [*((kind, [0, 1, 2]) for kind in TARGETS), ("qwen3", [1]), ("qwen3.5", [1])])
+@each(("kind", "rows"), [*((kind, [0, 1, 2]) for kind in TARGETS), ("qwen3", [1]), ("qwen3.5", [1])])
 def test_cached_drafts_are_those_of_a_loop_without_a_cache(kind: str, rows: list[int]) -> None:
     num_same, num_different = compared(kind, rows)
     assert num_different == 0 and num_same > 20 * len(rows)
@@ -185,8 +185,8 @@ def _state_of_another_row(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MTPDrafter, "propose", faulty)
 
 
-@in_one_test("kind", ["qwen3", "qwen3.5"])
-@in_one_test(
+@each("kind", ["qwen3", "qwen3.5"])
+@each(
     "plant",
     [_not_rolled_back, _own_states_kept, _one_place_late, _embedding_of_the_state, _state_of_another_row],
 )
@@ -197,7 +197,7 @@ def test_a_planted_fault_changes_what_is_drafted(
     assert compared(kind, [0, 1, 2] if plant is _state_of_another_row else [1])[1]
 
 
-@in_one_test(("kind", "num_rows"), [*((kind, 3) for kind in TARGETS), ("qwen3.5", 1)])
+@each(("kind", "num_rows"), [*((kind, 3) for kind in TARGETS), ("qwen3.5", 1)])
 def test_answers_are_the_plain_ones_to_limits_and_stops(kind: str, num_rows: int) -> None:
     target, prompts = Target(TARGETS[kind]()), SHORT[:num_rows]
     expected = plain(target, prompts, 14)

@@ -33,7 +33,7 @@ from dflash_bench.models.formats import TargetShape
 from dflash_bench.models.inspect import inspect, text
 from dflash_bench.models.memory import demand_of
 from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.tiny import NANO, TOKENIZER
 from helpers.tiny_architectures import ALTERNATING, INDEXED, LATENT, ROUTED, SHAPE
 from helpers.toy import Scripted, Watching, plain, run, sometimes_wrong
@@ -155,7 +155,7 @@ def add(folder: Path, tensors: dict[str, Tensor]) -> None:
     save_file(held | tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@in_one_test("kind", KINDS)
+@each("kind", KINDS)
 def test_heads_behind_the_last_layer_are_read_bit_for_bit(kind: str, tmp_path: Path) -> None:
     folder = checkpoint(kind, tmp_path / "target")
     draft = mtp_heads.load(folder, SHAPE_OF_TARGET, torch.float32, "cpu")
@@ -420,7 +420,7 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Tensor]], str]] = {
 }
 
 
-@in_one_test("what", WRONG)
+@each("what", WRONG)
 def test_heads_behind_the_last_layer_that_cannot_be_are_refused(what: str, tmp_path: Path) -> None:
     change, message = WRONG[what]
     folder = checkpoint("glm-4.5", tmp_path / "target")

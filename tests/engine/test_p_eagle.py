@@ -17,9 +17,9 @@ from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.p_eagle import PEagleDraft
-from helpers.cases import in_one_test
 from helpers.drafts.p_eagle import drafter, made
 from helpers.drafts.tiny import PROMPTS, propose, record
+from helpers.each import each
 from helpers.golden_drafts import assert_drafts_as_published
 from helpers.toy import follows, plain, run, tiny
 
@@ -97,8 +97,8 @@ def by_formula(draft: PEagleDraft, table: Tensor, features: Tensor, tokens: list
     return norm(x[n - 1 :], "norm") @ w["lm_head.weight"].T
 
 
-@in_one_test("variant", VARIANTS)
-@in_one_test(("rows", "num_drafts"), [([1], 4), ([0, 1, 2], 4), ([0, 1, 2], 1)])
+@each("variant", VARIANTS)
+@each(("rows", "num_drafts"), [([1], 4), ([0, 1, 2], 4), ([0, 1, 2], 1)])
 def test_cached_drafts_are_what_the_formula_says(variant: str, rows: list[int], num_drafts: int) -> None:
     target = Target(tiny("llama"))
     tested = drafter(target, num_drafts, made(**VARIANTS[variant]))
@@ -113,8 +113,8 @@ def test_cached_drafts_are_what_the_formula_says(variant: str, rows: list[int], 
     assert len({tuple(tokens[0].tolist()) for tokens, *_ in recorded.proposed}) > 1
 
 
-@in_one_test("num_drafts", [1, 2, 5, 16])
-@in_one_test("num_rows", [1, 3])
+@each("num_drafts", [1, 2, 5, 16])
+@each("num_rows", [1, 3])
 def test_its_answers_are_the_plain_ones_to_limits_and_stops(num_drafts: int, num_rows: int) -> None:
     target, prompts = Target(tiny("qwen3")), PROMPTS[:num_rows]
     for limit in (1, 2, 20):

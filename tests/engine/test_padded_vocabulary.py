@@ -22,7 +22,7 @@ from dflash_bench.models.formats import TargetShape, fit, load_draft, medusa
 from dflash_bench.models.inspect import inspect
 from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
 from helpers import tiny
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.fake_backend import main
 from helpers.golden_drafts import CASES, assert_drafts_as_published, golden
 
@@ -77,7 +77,7 @@ METHODS = {
 }
 
 
-@in_one_test(
+@each(
     ("name", "of_draft", "of_target"),
     [
         *((name, 64, 31) for name in METHODS),
@@ -110,8 +110,8 @@ def rounds_of(target: Path, method: str, draft: Path) -> list[Any]:
     return [(step.drafted, step.accepted) for step in answer.rounds]
 
 
-@in_one_test(("of_draft", "of_target"), [(-24, 0), (0, 40), (64, 0)])
-@in_one_test("method", ["eagle3", "medusa"])
+@each(("of_draft", "of_target"), [(-24, 0), (0, 40), (64, 0)])
+@each("method", ["eagle3", "medusa"])
 def test_nanos_drafts_draft_the_same(method: str, of_draft: int, of_target: int, tmp_path: Path) -> None:
     target = repadded(NANO / "target", tmp_path / "target", of_target, quiet=of_target)
     draft = repadded(NANO / method, tmp_path / "draft", of_draft, quiet=of_target)
@@ -134,8 +134,8 @@ def wordy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@in_one_test("of_draft", [-24, 64])
-@in_one_test("method", ["dflash", "eagle3", "medusa", "dflash:rule=rejection"])
+@each("of_draft", [-24, 64])
+@each("method", ["dflash", "eagle3", "medusa", "dflash:rule=rejection"])
 def test_a_text_of_padding_is_the_plain_one(method: str, of_draft: int, wordy: Path, tmp_path: Path) -> None:
     kind = method.partition(":")[0]
     draft = repadded(wordy / f"{kind}-own", tmp_path / "draft", of_draft)
@@ -164,7 +164,7 @@ def test_a_vocabulary_that_lacks_tokens_is_refused_and_ends_a_run(
     assert "vocabulary of 999, but the target's is 1024" in capsys.readouterr().err
 
 
-@in_one_test(("num_rows", "fits"), [(999, False), (1000, True), (1024, True), (5096, True), (5121, False)])
+@each(("num_rows", "fits"), [(999, False), (1000, True), (1024, True), (5096, True), (5121, False)])
 def test_rows_of_its_own_must_hold_all_tokens(num_rows: int, fits: bool) -> None:
     known = TargetShape(32, 1024, 4, num_tokens=1000)
     assert ([*fit.other_vocabulary(num_rows, known)] == []) == fits

@@ -19,8 +19,8 @@ from dflash_bench.engine.forward import native
 from dflash_bench.engine.selection import name_of, target_of
 from dflash_bench.engine.target import Output, Target
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
-from helpers.cases import in_one_test
 from helpers.drafts.tiny import EAGLE3, eagle3_drafter, enlarged
+from helpers.each import each
 from helpers.tiny_architectures import ATTENTION, HYBRID, made
 from helpers.toy import generated, run, tiny
 
@@ -73,7 +73,7 @@ def test_parts_give_what_one_pass_gives(way: str, size: int, monkeypatch: pytest
     assert_near(behind.hidden, block.hidden)
 
 
-@in_one_test("way", ["native", "transformers", "qwen3.5", "a window in all layers"])
+@each("way", ["native", "transformers", "qwen3.5", "a window in all layers"])
 def test_answers_are_those_of_the_published_code(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     in_parts_of(monkeypatch, 5)
     target = WAYS[way]()
@@ -105,10 +105,10 @@ def test_an_eagle3_draft_reads_a_prompt_in_parts(monkeypatch: pytest.MonkeyPatch
     target = target_of(tiny("qwen3"), "native")
     draft = enlarged(Eagle3Draft(EAGLE3))
     drafter, in_parts = (eagle3_drafter(target, 4, draft) for _ in range(2))
-    for each in (drafter, in_parts):
-        target.tap(each.taps)
-        each.begin(len(PROMPTS), 40)
-        observed(each, target, PROMPTS)
+    for reader in (drafter, in_parts):
+        target.tap(reader.taps)
+        reader.begin(len(PROMPTS), 40)
+        observed(reader, target, PROMPTS)
         in_parts_of(monkeypatch, 4)
     assert_near(in_parts.hidden, drafter.hidden)
     with torch.inference_mode():
@@ -152,7 +152,7 @@ def long(kind: str, engine: str, kernels: str | None = None) -> Target:
 LONG = [(kind, engine, "eagle3") for kind in ("qwen3", "mistral") for engine in ("native", "transformers")]
 
 
-@in_one_test(("kind", "engine", "drafts"), [*LONG, ("qwen3", "native", "draft model")])
+@each(("kind", "engine", "drafts"), [*LONG, ("qwen3", "native", "draft model")])
 def test_memory_grows_with_a_prompt_and_not_with_its_square(
     kind: str, engine: str, drafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ from dflash_bench.models.nets.corrections import domino, lilicorr, markov, selec
 from dflash_bench.models.nets.corrections.base import BlockPass
 from dflash_bench.models.nets.dflash import DFlashConfig
 from helpers.by_the_book import Book, states_of
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.random_drafts import KINDS, Made
 from helpers.toy import run, tiny
 
@@ -80,7 +80,7 @@ def differences(
     return count
 
 
-@in_one_test("kind", KINDS)
+@each("kind", KINDS)
 def test_shapes_that_nobody_has_published_draft_by_the_book(kind: str, tmp_path: Path) -> None:
     forwards: tuple[dict[str, Any], ...] = ({"num_rows": 3}, {"kernels": None})
     for seed, forward in enumerate(forwards):
@@ -256,7 +256,7 @@ def planted(patch: Patch) -> Iterator[None]:
         yield
 
 
-@in_one_test("what", FAULTS)
+@each("what", FAULTS)
 def test_a_planted_fault_changes_what_is_drafted(what: str, tmp_path: Path) -> None:
     kind, _, patch = FAULTS[what]
     num_rows, method = 3 if "row" in what else 1, CUT if "cut" in what else "dflash"

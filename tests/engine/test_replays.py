@@ -19,7 +19,7 @@ from dflash_bench.engine.backend import LocalBackend, capture_passes, open_backe
 from dflash_bench.engine.graphs import BUCKET, GraphCache, bucket_of
 from dflash_bench.models import loading, presets
 from dflash_bench.runner.config import RunRequest
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.pretended_gpu.traced import traced
 
 LABELS = (
@@ -194,7 +194,7 @@ def test_compiled_code_is_kept_up_to_a_size_and_the_oldest_goes_first(
     graphs.keep_compiled(tmp_path / "not there")
 
 
-@in_one_test(
+@each(
     ("options", "message"),
     [
         ({"graph": "maybe"}, "unknown graph 'maybe'; known: off, on"),

@@ -15,8 +15,8 @@ from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.sampling import Sampling, penalised, probabilities
 from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
-from helpers.cases import in_one_test
 from helpers.decoding import PROMPTS, STOP, VOCAB, texts
+from helpers.each import each
 from helpers.toy import RandomTree, Sampled, Scripted, TableTarget, Tree, follows, plain, run, sometimes_wrong, tiny
 
 SAMPLINGS = {
@@ -66,8 +66,8 @@ def test_a_repetition_penalty_changes_greedy_answers_as_defined() -> None:
         assert alone(name) != [table().answer(prompt, 24, frozenset({STOP})) for prompt in PROMPTS]
 
 
-@in_one_test("num_rows", [1, 3, 8])
-@in_one_test("name", SAMPLINGS)
+@each("num_rows", [1, 3, 8])
+@each("name", SAMPLINGS)
 def test_every_drafter_gives_the_plain_tokens(name: str, num_rows: int) -> None:
     for first in range(0, len(PROMPTS) - num_rows + 1, num_rows):
         rows = slice(first, first + num_rows)
@@ -116,8 +116,8 @@ def test_a_row_draws_in_any_slot_what_it_draws_alone() -> None:
 # Real networks, and the judge.
 
 
-@in_one_test("penalty", [1.3, 0.8])
-@in_one_test("kind", ["qwen3", "llama"])
+@each("penalty", [1.3, 0.8])
+@each("kind", ["qwen3", "llama"])
 def test_greedy_answers_under_a_penalty_are_those_of_transformers_and_the_judge_says_so(
     kind: str, penalty: float
 ) -> None:
@@ -231,7 +231,7 @@ def test_sampled_blocks_belong_to_the_request_too() -> None:
         assert single.tokens == [tokens]
 
 
-@in_one_test("name", ["top-k", "top-p", "min-p", "penalty", "all"])
+@each("name", ["top-k", "top-p", "min-p", "penalty", "all"])
 def test_drafts_that_know_nothing_of_the_filters_still_give_the_targets_distribution(name: str) -> None:
     """q may be anything, as long as tokens are drawn from it."""
     target, sampling, prompt, num_rows = TableTarget(5, 32), SAMPLINGS[name], [1, 2], 3000

@@ -19,7 +19,7 @@ from transformers.generation import GenerationConfig, GenerationMixin
 
 from dflash_bench.core.types import Settings
 from dflash_bench.engine.sampling import PURPOSES, Sampler, Sampling, inverse_cdf, penalised, probabilities, uniform
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.toy import follows
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def of_transformers(config: dict[str, Any]) -> LogitsProcessorList:
     return made
 
 
-@in_one_test("name", FILTERS)
+@each("name", FILTERS)
 def test_tokens_are_drawn_from_what_transformers_makes_of_the_logits(name: str) -> None:
     """Every filter by itself, and all of them in the order of transformers."""
     sampling = Sampling(**{"temperature": 1.0, **FILTERS[name]})

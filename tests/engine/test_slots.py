@@ -21,7 +21,7 @@ from dflash_bench.engine.rows import HostClock, Limits, Round
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.models import presets
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.nano import encoded, models
 from helpers.tiny_architectures import HYBRID, made
 from helpers.toy import Scripted, TableTarget, Tree, generated, plain, sometimes_wrong
@@ -75,8 +75,8 @@ def texts() -> list[list[int]]:
     return [[*prompt, *TableTarget(VOCAB).answer(prompt, 40)] for prompt in PROMPTS]
 
 
-@in_one_test("num_rows", [1, 2, 3, 7, 11, 20])
-@in_one_test("kind", ["plain", "right", "often wrong", "tree"])
+@each("num_rows", [1, 2, 3, 7, 11, 20])
+@each("kind", ["plain", "right", "often wrong", "tree"])
 def test_every_answer_is_the_one_alone(kind: str, num_rows: int) -> None:
     drafters: dict[str, Drafter] = {
         "plain": NoDrafter(),
@@ -146,7 +146,7 @@ def test_random_numbers_and_penalties_belong_to_the_prompt(num_rows: int) -> Non
 NETWORK_PROMPTS = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11], list(range(2, 24)), [90, 1, 90], [8] * 7, [17, 3]]
 
 
-@in_one_test("kind", HYBRID)
+@each("kind", HYBRID)
 def test_states_of_recurrent_layers_begin_anew_and_the_others_stay(kind: str) -> None:
     model = made(kind)
     answers = [generated(model, prompt, 14) for prompt in NETWORK_PROMPTS]

@@ -14,7 +14,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.rows import DecodingError
 from dflash_bench.engine.target import Target, concat_taps
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.toy import Scripted, generated, plain, run, sometimes_wrong, tiny
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], list(range(2, 40)), [90, 1, 90]]
@@ -28,7 +28,7 @@ KINDS: dict[str, Any] = {
 }
 
 
-@in_one_test("kind", KINDS)
+@each("kind", KINDS)
 def test_plain_decoding_gives_what_transformers_generates(kind: str) -> None:
     model = KINDS[kind]()
     expected = [generated(model, prompt, 20) for prompt in PROMPTS]
@@ -38,8 +38,8 @@ def test_plain_decoding_gives_what_transformers_generates(kind: str) -> None:
     assert run(target, NoDrafter(), PROMPTS, 20).tokens == expected
 
 
-@in_one_test("kind", ["qwen3, tied", "gpt2, learned positions"])
-@in_one_test("num_drafts", [0, 5, 16])
+@each("kind", ["qwen3, tied", "gpt2, learned positions"])
+@each("num_drafts", [0, 5, 16])
 def test_a_context_is_used_to_its_last_token(kind: str, num_drafts: int) -> None:
     model = KINDS[kind]()
     target = Target(model)
@@ -167,8 +167,8 @@ def poisoned(prompts: Sequence[Sequence[int]], num_drafts: int) -> tuple[list[li
     return run(target, drafter, prompts, 12).tokens, expected
 
 
-@in_one_test("num_drafts", [0, 4])
-@in_one_test("num_rows", [1, 3])
+@each("num_drafts", [0, 4])
+@each("num_rows", [1, 3])
 def test_nan_in_one_generation_does_not_spread_to_the_next(num_drafts: int, num_rows: int) -> None:
     # Ragged rows look at places behind their end, which are masked but multiplied all the same.
     got, expected = poisoned([[5], [6, 7, 8], [9, 10]][:num_rows], num_drafts)
@@ -275,7 +275,7 @@ REFUSED = {
 }
 
 
-@in_one_test("make", REFUSED)
+@each("make", REFUSED)
 def test_what_cannot_be_rolled_back_or_placed_is_refused_by_name(make: Any) -> None:
     with pytest.raises(UserError, match=REFUSED[make]):
         Target(make())

@@ -18,8 +18,8 @@ from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft, vocabulary_map
 from dflash_bench.models.nets.layers import Rotary
-from helpers.cases import in_one_test
 from helpers.drafts.tiny import DFLASH, EAGLE3, PROMPTS, eagle3_from_scratch, enlarged, randomised, record
+from helpers.each import each
 from helpers.plain_answers import plain_answers
 from helpers.toy import run, tiny
 
@@ -186,7 +186,7 @@ def by_formula(draft: Eagle3Draft, embedded: Tensor, features: Tensor) -> tuple[
     return (last if config.norm_output else x), last @ w["lm_head.weight"].T
 
 
-@in_one_test("what", NORMS)
+@each("what", NORMS)
 def test_an_eagle3_variant_is_what_its_formula_says(what: str) -> None:
     draft = randomised(Eagle3Draft(replace(EAGLE3, **NORMS[what])))
     generator = torch.Generator().manual_seed(5)
@@ -208,7 +208,7 @@ def test_an_eagle3_variant_is_what_its_formula_says(what: str) -> None:
 VARIANTS = {name: changes for name, changes in NORMS.items() if changes} | {"a window": {"window": 3}}
 
 
-@in_one_test("what", VARIANTS)
+@each("what", VARIANTS)
 def test_an_eagle3_variant_steps_as_a_full_recomputation_and_gives_the_plain_tokens(what: str) -> None:
     target = Target(tiny("llama"))
     draft = enlarged(Eagle3Draft(replace(EAGLE3, **VARIANTS[what])))

@@ -21,8 +21,8 @@ from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.bodies import WHOLE, BlockView, DraftBody, Mixing
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.layers import Rotary
-from helpers.cases import in_one_test
 from helpers.drafts.tiny import DFLASH, PROMPTS, enlarged, randomised
+from helpers.each import each
 from helpers.golden_drafts import CASES, golden
 from helpers.toy import plain, run, tiny
 
@@ -46,9 +46,9 @@ def sees(view: BlockView, anchor: int, query: int, key: int) -> bool:
     return query - key < view.window and (view.is_causal or key - query < view.window)
 
 
-@in_one_test("is_captured", [False, True])
-@in_one_test("starts", [[0], [9], [5, 5], [9, 2, 0]])
-@in_one_test("view", VIEWS)
+@each("is_captured", [False, True])
+@each("starts", [[0], [9], [5, 5], [9, 2, 0]])
+@each("view", VIEWS)
 def test_a_mask_is_its_rule(view: BlockView, starts: list[int], is_captured: bool) -> None:
     cache = KVCache(len(starts), CAPACITY, CPU)
     if is_captured:
@@ -66,8 +66,8 @@ def test_a_mask_is_its_rule(view: BlockView, starts: list[int], is_captured: boo
             assert mask[row, 0, slot].tolist() == expected
 
 
-@in_one_test("starts", [[7], [7, 7], [9, 2]])
-@in_one_test("views", list(pairwise(VIEWS)))
+@each("starts", [[7], [7, 7], [9, 2]])
+@each("views", list(pairwise(VIEWS)))
 @torch.inference_mode()
 def test_kernels_see_what_masks_say(views: tuple[BlockView, BlockView], starts: list[int]) -> None:
     draft = randomised(DFlashDraft(replace(DFLASH, body=DraftBody(views=views))))
@@ -100,9 +100,9 @@ IN_HALF = [(name, torch.bfloat16) for name, body in BODIES.items() if body.mixin
 """Mixed contexts are computed by torch, which rounds them."""
 
 
-@in_one_test("threads", [1, 3])
-@in_one_test("starts", [[7], [9, 2]])
-@in_one_test(("name", "dtype"), [*((name, torch.float32) for name in BODIES), *IN_HALF])
+@each("threads", [1, 3])
+@each("starts", [[7], [9, 2]])
+@each(("name", "dtype"), [*((name, torch.float32) for name in BODIES), *IN_HALF])
 def test_kernels_compute_what_torch_does(name: str, starts: list[int], dtype: torch.dtype, threads: int) -> None:
     """Blocks beside each other, of which no convolution may read the one before."""
     draft = randomised(DFlashDraft(replace(DFLASH, body=BODIES[name]))).to(dtype)
@@ -134,7 +134,7 @@ def opened(name: str) -> db.Engine:
     return db.Engine(target=target, drafts={"dflash": CASES / name / "draft"}, dtype="float32")
 
 
-@in_one_test(("nodes", "top_k"), [(1, 1), (4, 1), (2, 5), (11, 3), (40, 2)])
+@each(("nodes", "top_k"), [(1, 1), (4, 1), (2, 5), (11, 3), (40, 2)])
 def test_a_tree_grown_by_expansion_leaves_answers_exact(nodes: int, top_k: int) -> None:
     target = Target(tiny("llama"))
     drafter = ExpandedTreeDrafter(enlarged(DFlashDraft(DFLASH)), target.embedding, target.head, nodes, top_k)

@@ -23,7 +23,7 @@ from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
 from dflash_bench.models.presets import Preset
 from dflash_bench.models.weights import is_large
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.tiny_architectures import made
 from helpers.toy import Letters, tiny
 
@@ -65,8 +65,8 @@ def logits(model: Any) -> torch.Tensor:
     return said
 
 
-@in_one_test("engine", [None, "transformers"])
-@in_one_test("kind", MODELS)
+@each("engine", [None, "transformers"])
+@each("kind", MODELS)
 def test_a_target_that_was_opened_and_decoded_with_is_whole(kind: str, engine: str | None, tmp_path: Path) -> None:
     model = copy.deepcopy(MODELS[kind]())
     before, said = weights_of(model), logits(model)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import random
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, chdir, contextmanager
 from pathlib import Path
@@ -15,13 +17,23 @@ import pytest
 Test = Callable[..., None]
 
 
-def each(names: str, cases: Iterable[Any]) -> Callable[[Test], Test]:
+def seed() -> None:
+    """Of what is loaded: most tests need no torch."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+def each(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Test], Test]:
     """As `pytest.mark.parametrize`, but one test.
 
-    A case has a current folder, `tmp_path` and `monkeypatch` of its own: paths below `tmp_path` that fixtures made are
-    copied for it. Everything else that fixtures give is shared by all cases.
+    A case has a current folder, `tmp_path`, `monkeypatch` and random numbers of its own: paths below `tmp_path` that
+    fixtures made are copied for it. Everything else that fixtures give is shared by all cases.
     """
-    words, cases = [name.strip() for name in names.split(",")], list(cases)
+    words = [name.strip() for name in names.split(",")] if isinstance(names, str) else [*names]
+    cases = list(cases)
     assert cases, names
 
     def joined(test: Test) -> Test:
@@ -36,6 +48,7 @@ def each(names: str, cases: Iterable[Any]) -> Callable[[Test], Test]:
             failures = []
             for number, case in enumerate(cases):
                 values = case if len(words) > 1 else [case]
+                seed()
                 try:
                     with ExitStack() as stack:
                         own = stack.enter_context(_own(given, number)) if given else {}
@@ -50,7 +63,7 @@ def each(names: str, cases: Iterable[Any]) -> Callable[[Test], Test]:
                     error.add_note(f"in the case {case!r:.200}")
                     failures.append(error)
             if failures:
-                raise BaseExceptionGroup(f"{len(failures)} of the cases of {names} fail", failures)
+                raise BaseExceptionGroup(f"{len(failures)} of the cases of {', '.join(words)} fail", failures)
 
         every_case.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
         del every_case.__wrapped__  # whose parameters pytest would read

@@ -53,7 +53,7 @@ _WAITING: set[int] = set()
 """What nobody's supervisors are forked from."""
 
 
-def each(attacks: Sequence[str], words: str = REFUSED, setup: str = "") -> str:
+def attacking(attacks: Sequence[str], words: str = REFUSED, setup: str = "") -> str:
     """A program that passes if each attack, behind `setup`, raises an error with one of these words.
 
     They run in one process, each in a folder of its own where the sandbox has any.
@@ -103,7 +103,7 @@ class Box:
 
     def refuses(self, attacks: Sequence[str], words: str = REFUSED, setup: str = "") -> bool:
         """Each attack raises an error with one of these words, and leaves the process alive."""
-        return self.passes(each(attacks, words, setup))
+        return self.passes(attacking(attacks, words, setup))
 
     def give(self, path: Path) -> None:
         """To the user who asks, as far as ownership goes."""

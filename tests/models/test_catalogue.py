@@ -11,7 +11,7 @@ from dflash_bench.core import environment
 from dflash_bench.models import catalogue, presets
 from dflash_bench.models.catalogue import Machine, fits
 from dflash_bench.models.presets import Preset
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.fake_backend import main
 
 EIGHT = Preset("a/b", {}, billions=8.2)
@@ -26,7 +26,7 @@ def machine_(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     presets.table.cache_clear()
 
 
-@in_one_test(
+@each(
     ("memory", "gpus", "expected"),
     [
         (64, [24], (True, "needs about 16 GB, has 24 GB")),

@@ -16,7 +16,7 @@ from dflash_bench.engine.target import Target
 from dflash_bench.models import loading, presets, random_weights, targets
 from dflash_bench.models.configs import Heads, keeps_keys, layer_configs, optional, varying
 from dflash_bench.models.memory import demand_of, size_of, target_attention, token_bytes
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.tiny_architectures import ATTENTION, made
 from helpers.toy import run
 
@@ -41,7 +41,7 @@ def test_a_key_that_is_absent_has_its_default(name: str) -> None:
         assert optional(text(kind), name) is None and optional(text(kind), name, default=3) == 3
 
 
-@in_one_test("kind", ATTENTION)
+@each("kind", ATTENTION)
 def test_a_cache_is_as_large_as_its_layers_are_predicted_to_be(kind: str) -> None:
     target = Target(made(kind))
     run(target, NoDrafter(), [[1, 2, 3]], 4)
@@ -49,7 +49,7 @@ def test_a_cache_is_as_large_as_its_layers_are_predicted_to_be(kind: str) -> Non
     assert stored == token_bytes(target_attention(target.config, 4)) * target.cache.capacity
 
 
-@in_one_test("kind", GEMMA4)
+@each("kind", GEMMA4)
 def test_such_a_target_is_loaded_and_measured_in_memory(kind: str, tmp_path: Path) -> None:
     made(kind).save_pretrained(tmp_path)
     chosen = presets.combine(None, str(tmp_path), {})
@@ -73,8 +73,8 @@ def test_a_pass_reads_rows_of_every_table_and_no_eyes() -> None:
     assert size_of(made("gemma 4, experts")).experts_per_token == 2
 
 
-@in_one_test("num_layers", [1, 2, 3])
-@in_one_test("kind", GEMMA4)
+@each("num_layers", [1, 2, 3])
+@each("kind", GEMMA4)
 def test_the_first_layers_are_a_model(kind: str, num_layers: int, tmp_path: Path) -> None:
     made(kind).config.save_pretrained(tmp_path)
     config = random_weights.config_of(str(tmp_path), num_layers)

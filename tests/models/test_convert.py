@@ -24,7 +24,7 @@ from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.presets import NANO
 from dflash_bench.tasks import suites
 from helpers import tiny
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.toy import plain, run
 
 LENGTH = 48
@@ -137,7 +137,7 @@ GOES = {
 """The formats, besides its own, that can hold a golden draft; all others say what they cannot hold."""
 
 
-@in_one_test("name", DRAFTS)
+@each("name", DRAFTS)
 def test_a_golden_draft_is_written_in_its_own_format_as_it_was_read(name: str, tmp_path: Path) -> None:
     case = golden_cases.read_case(name)
     assert case.draft is not None
@@ -148,7 +148,7 @@ def test_a_golden_draft_is_written_in_its_own_format_as_it_was_read(name: str, t
     assert bits(tmp_path / "a") == bits(case.draft)
 
 
-@in_one_test("name", DRAFTS)
+@each("name", DRAFTS)
 def test_a_golden_draft_goes_where_it_can_be_held_and_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     case = golden_cases.read_case(name)
     assert case.draft is not None

@@ -14,7 +14,7 @@ from dflash_bench.cli import program
 from dflash_bench.core.errors import UserError
 from dflash_bench.models import datastore, presets, targets
 from dflash_bench.runner import datastore as runner_datastore
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.runs import answers, changed, failing, stored
 
 TEXTS = ["The answer is 4.", "The answer is 5.", "So the answer is 4."]
@@ -78,7 +78,7 @@ def test_the_answers_of_runs_are_texts_too(tmp_path: Path, capsys: pytest.Captur
     assert said.startswith("2 texts of ") and "answers of these runs" in said
 
 
-@in_one_test(
+@each(
     ("words", "said"),
     [
         ((), "give one of the two"),
@@ -115,7 +115,7 @@ def damaged(path: Path, **changes: Any) -> Path:
     return path
 
 
-@in_one_test(
+@each(
     ("changes", "said"),
     [
         ({"format": "something"}, "is not a datastore"),
@@ -136,7 +136,7 @@ def test_a_datastore_that_does_not_fit_is_refused(changes: dict[str, Any], said:
     assert datastore.read(damaged(tmp_path / "sound"), Words("a", "b", "c"), 3).tokens.tolist() == [1, 2, -1]
 
 
-@in_one_test("content", [b"", b"{}", b"\x08\0\0\0\0\0\0\0{}      ", b"\x80pickle"])
+@each("content", [b"", b"{}", b"\x08\0\0\0\0\0\0\0{}      ", b"\x80pickle"])
 def test_what_is_no_datastore_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "store").write_bytes(content)
     with pytest.raises(UserError, match=r"store is (damaged or )?not a datastore"):

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.models.weights import only_maps, read_tensors, write_checkpoint
-from helpers.cases import in_one_test
+from helpers.each import each
 
 TENSORS = {
     "fc.weight": torch.arange(6.0).view(2, 3).bfloat16(),
@@ -61,7 +61,7 @@ STORED: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@in_one_test("how", STORED)
+@each("how", STORED)
 def test_tensors_are_read_bit_for_bit(how: str, tmp_path: Path) -> None:
     STORED[how](tmp_path)
     same(read_tensors(tmp_path))
@@ -107,7 +107,7 @@ def test_a_broken_pickle_is_refused(content: bytes, message: str, tmp_path: Path
         read_tensors(tmp_path)
 
 
-@in_one_test(
+@each(
     "content",
     [{"optimizer": {"lr": 1.0}}, {1: torch.ones(2)}, {"fc.weight": torch.ones(2).to_sparse()}, [torch.ones(2)]],
 )
@@ -185,7 +185,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@in_one_test("what", DAMAGES)
+@each("what", DAMAGES)
 def test_shards_that_are_not_as_the_index_says_are_refused(what: str, tmp_path: Path) -> None:
     damage, message = DAMAGES[what]
     sharded(tmp_path)

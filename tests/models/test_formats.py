@@ -19,7 +19,7 @@ from dflash_bench.models.formats import DraftModel, TargetShape, load_draft, sav
 from dflash_bench.models.nets import eagle3
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, default_target_layers, initialise
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft, vocabulary_map
-from helpers.cases import in_one_test
+from helpers.each import each
 
 TARGET = TargetShape(hidden_size=16, vocab_size=60, num_layers=12)
 BODY: dict[str, Any] = {
@@ -285,8 +285,8 @@ def test_rotary_settings_are_found_in_either_style(make: Callable[..., dict[str,
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
-@in_one_test("make", [z_lab, eagle_raw])
-@in_one_test(
+@each("make", [z_lab, eagle_raw])
+@each(
     "settings",
     [
         {"rope_theta": 3e6, "rope_scaling": YARN},
@@ -303,8 +303,8 @@ def test_rotary_scaling_is_found_in_either_style(
     assert config.rope_theta == 3e6 and config.rope_scaling == YARN
 
 
-@in_one_test("make", [z_lab, eagle_raw])
-@in_one_test(
+@each("make", [z_lab, eagle_raw])
+@each(
     ("settings", "message"),
     [
         (
@@ -364,7 +364,7 @@ MISFITS: dict[str, tuple[TargetShape, str]] = {
 }
 
 
-@in_one_test("what", MISFITS, copying="saved")
+@each("what", MISFITS)
 def test_a_draft_for_another_target_is_refused(what: str, saved: Path) -> None:
     target, message = MISFITS[what]
     with pytest.raises(UserError, match=message):
@@ -409,7 +409,7 @@ def test_a_mask_outside_the_embedding_is_refused(mask: int, saved_dflash: Path) 
         load(saved_dflash)
 
 
-@in_one_test("share", [0.0, 0.001, 0.3, 0.999], copying="saved")
+@each("share", [0.0, 0.001, 0.3, 0.999])
 def test_a_truncated_file_is_refused(share: float, saved: Path) -> None:
     path = saved / "model.safetensors"
     whole = path.read_bytes()
@@ -418,7 +418,7 @@ def test_a_truncated_file_is_refused(share: float, saved: Path) -> None:
         load(saved)
 
 
-@in_one_test("content", [pickle.dumps({"fc.weight": [1.0]}), b"\0" * 64], copying="saved")
+@each("content", [pickle.dumps({"fc.weight": [1.0]}), b"\0" * 64])
 def test_a_foreign_file_is_refused(content: bytes, saved: Path) -> None:
     (saved / "model.safetensors").write_bytes(content)
     with pytest.raises(UserError, match=r"model\.safetensors is truncated"):
@@ -484,7 +484,7 @@ def test_half_a_map_is_completed_from_the_other(saved_eagle: Path) -> None:
     assert torch.equal(load(saved_eagle).t2d, eagle().t2d)
 
 
-@in_one_test("key", ["hidden_size", "vocab_size", "num_attention_heads", "rms_norm_eps"], copying="saved")
+@each("key", ["hidden_size", "vocab_size", "num_attention_heads", "rms_norm_eps"])
 def test_a_missing_key_is_named(key: str, saved: Path) -> None:
     edit(saved, lambda c: c.pop(key))
     with pytest.raises(UserError, match=f"lacks '{key}'"):
@@ -536,7 +536,7 @@ def test_keys_of_the_speculators_library_about_training_change_nothing(tmp_path:
         load(tmp_path)
 
 
-@in_one_test(
+@each(
     ("key", "value", "message"),
     [
         ("hidden_size", "16", "hidden_size cannot be '16'"),
@@ -547,7 +547,6 @@ def test_keys_of_the_speculators_library_about_training_change_nothing(tmp_path:
         ("rms_norm_eps", "small", "rms_norm_eps cannot be 'small'"),
         ("max_position_embeddings", 1.5, r"max_positions cannot be 1\.5"),
     ],
-    copying="saved",
 )
 def test_a_value_that_describes_no_network_is_refused(key: str, value: Any, message: str, saved: Path) -> None:
     edit(saved, lambda c: c.update({key: value}))
@@ -555,7 +554,7 @@ def test_a_value_that_describes_no_network_is_refused(key: str, value: Any, mess
         load(saved)
 
 
-@in_one_test(
+@each(
     "change",
     [
         {"rope_theta": None},
@@ -563,7 +562,6 @@ def test_a_value_that_describes_no_network_is_refused(key: str, value: Any, mess
         {"dflash_config": [1], "eagle_config": [1]},
         {"target_layer_ids": 5, "dflash_config": {}, "eagle_config": {"eagle_aux_hidden_state_layer_ids": ["2", "4"]}},
     ],
-    copying="saved",
 )
 def test_a_value_of_the_wrong_type_is_refused(change: dict[str, Any], saved: Path) -> None:
     edit(saved, lambda c: c.update(change))
@@ -607,7 +605,7 @@ HEADS = {
 }
 
 
-@in_one_test("name", HEADS, copying="saved")
+@each("name", HEADS)
 def test_a_tensor_of_a_head_that_the_config_does_not_describe_is_named_with_its_kind(name: str, saved: Path) -> None:
     edit_tensors(saved, lambda t: t.update({name: torch.zeros(2)}))
     message = f"tensor {name} is of a draft of kind {HEADS[name]}, but config.json describes (DFlash|EAGLE-3)"
@@ -629,7 +627,7 @@ def test_a_tensor_of_another_body_is_named_with_its_kind(name: str, saved_dflash
         load(saved_dflash)
 
 
-@in_one_test(
+@each(
     ("change", "message"),
     [
         ({"architectures": ["DFlash2DraftModel"]}, r"DFlash2DraftModel, .*selector_rank"),
@@ -640,7 +638,6 @@ def test_a_tensor_of_another_body_is_named_with_its_kind(name: str, saved_dflash
             r"'pard2' .*only dflash, dspark, xpress, dflare, dflash2, eagle3, peagle",
         ),
     ],
-    copying="saved",
 )
 def test_kinds_are_also_told_by_the_config(change: dict[str, Any], message: str, saved: Path) -> None:
     edit(saved, lambda c: c.update(change))
@@ -680,7 +677,7 @@ def test_the_masks_own_embedding_is_scaled_as_the_others_are(saved_dflash: Path)
     assert embedded[0, :, 0].tolist() == [8.0, 4.0]
 
 
-@in_one_test(
+@each(
     ("stored", "told"),
     [
         ([1.0], "holds a list"),
@@ -688,7 +685,6 @@ def test_the_masks_own_embedding_is_scaled_as_the_others_are(saved_dflash: Path)
         ({"mask_token_id": 7, "embedding": torch.ones(16)}, r"token 7, .* 59"),
         ({"mask_token_id": 59}, "holds a dict"),
     ],
-    copying="saved_dflash",
 )
 def test_a_mask_embedding_that_is_none_is_named(stored: Any, told: str, saved_dflash: Path) -> None:
     torch.save(stored, saved_dflash / "mask_embedding.pt")
@@ -702,14 +698,13 @@ def test_a_mask_embedding_with_code_in_it_is_not_run(saved_dflash: Path) -> None
         load(saved_dflash)
 
 
-@in_one_test(
+@each(
     ("content", "message"),
     [
         (b'{\n"block_size": 16,\n', r"config\.json: not valid JSON \(.* at line 3 column 1\)"),
         (b"[1, 2]", "JSON object"),
         (b"\x80\x04\x95", "not UTF-8"),
     ],
-    copying="saved",
 )
 def test_a_config_that_is_no_config_is_refused(content: bytes, message: str, saved: Path) -> None:
     (saved / "config.json").write_bytes(content)

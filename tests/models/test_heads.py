@@ -21,7 +21,7 @@ from dflash_bench.models.convert import convert
 from dflash_bench.models.formats import TargetShape, load_draft, read_checkpoint, save_draft
 from dflash_bench.models.inspect import inspect
 from dflash_bench.models.presets import NANO
-from helpers.cases import in_one_test
+from helpers.each import each
 
 CASES = Path(dflash_bench.__file__).parent / "conformance"
 KINDS = {
@@ -74,7 +74,7 @@ def load(folder: Path) -> Any:
     return load_draft(folder, target_of(folder), torch.float32, "cpu")
 
 
-@in_one_test("name", KINDS)
+@each("name", KINDS)
 def test_the_kind_and_the_number_of_drafts_are_read_from_the_file(name: str) -> None:
     form, checkpoint = read_checkpoint(CASES / name / "draft", target_of(CASES / name / "draft"))
     config: Any = checkpoint.config
@@ -83,7 +83,7 @@ def test_the_kind_and_the_number_of_drafts_are_read_from_the_file(name: str) -> 
     assert not shown.problems and (shown.format, shown.num_drafts) == (KINDS[name][0], KINDS[name][2])
 
 
-@in_one_test("name", KINDS)
+@each("name", KINDS)
 def test_a_draft_is_written_as_it_was_read(name: str, tmp_path: Path) -> None:
     draft = load(CASES / name / "draft")
     save_draft(draft, tmp_path / "again")
@@ -106,7 +106,7 @@ def test_dspark_changes_its_format_and_stays_what_it_is(name: str, to: str, tmp_
     assert form.name == to and checkpoint.config.correction == was.correction  # type: ignore[union-attr]
 
 
-@in_one_test(
+@each(
     ("name", "to", "message"),
     [
         ("specforge-dspark-gated", "zlab", "the zlab format"),
@@ -183,7 +183,7 @@ def test_a_lilicorr_head_without_a_width_is_as_wide_as_its_body(draft_of: Callab
 # What does not add up.
 
 
-@in_one_test(
+@each(
     ("name", "changes", "message"),
     [
         (
@@ -260,7 +260,7 @@ def test_a_head_whose_parts_do_not_belong_together_is_refused_by_name(
     assert "\n" not in str(told.value)
 
 
-@in_one_test("name", KINDS)
+@each("name", KINDS)
 def test_half_a_head_is_refused_by_the_name_of_what_is_missing(name: str, draft_of: Callable[[str], Path]) -> None:
     body = {"layers", "fc", "hidden_norm", "norm", "embed_tokens", "lm_head", "d2t", "t2d"}
     own = sorted(
@@ -277,8 +277,8 @@ def test_every_format_of_a_head_is_in_the_table() -> None:
     assert {form for form, _, _ in KINDS.values()} <= {name for name, kind in formats.FORMATS if kind == "dflash"}
 
 
-@in_one_test("value", [float("nan"), float("inf")])
-@in_one_test("name", KINDS)
+@each("value", [float("nan"), float("inf")])
+@each("name", KINDS)
 def test_weights_that_are_no_numbers_are_refused(name: str, value: float, draft_of: Callable[[str], Path]) -> None:
     folder = draft_of(name)
     edit_tensors(folder, lambda tensors: tensors["fc.weight"].view(-1)[7:8].fill_(value))

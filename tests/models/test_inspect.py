@@ -21,7 +21,7 @@ from dflash_bench.models import weights
 from dflash_bench.models.inspect import as_json, inspect, text
 from dflash_bench.models.presets import NANO
 from helpers import tiny
-from helpers.cases import in_one_test
+from helpers.each import each
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ TOLD = {
 }
 
 
-@in_one_test("case", TOLD)
+@each("case", TOLD)
 def test_what_tells_a_draft_from_a_plain_dflash_is_told(case: str) -> None:
     lines = text(inspect(str(CASES / case / "draft"))).splitlines()
     assert tuple(line for line in lines if line.split()[0] in ("attention", "body", "correction")) == TOLD[case]
@@ -208,7 +208,7 @@ def test_a_model_is_no_draft_and_its_drafts_are_named() -> None:
         inspect("qwen3-8b")
 
 
-@in_one_test(
+@each(
     ("change", "message"),
     [
         ({"hidden_size": "abc"}, "cannot load a causal language model .*expected int, got str"),
@@ -216,7 +216,6 @@ def test_a_model_is_no_draft_and_its_drafts_are_named() -> None:
         ({"num_attention_heads": 0}, r"is not a target: num_attention_heads in its config\.json cannot be 0"),
         ({"vocab_size": -1}, r"is not a target: vocab_size in its config\.json cannot be -1"),
     ],
-    copying="copied",
 )
 def test_a_target_whose_config_is_damaged_is_refused(change: dict[str, Any], message: str, copied: Path) -> None:
     edit(copied / "target", **change)

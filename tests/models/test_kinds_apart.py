@@ -18,7 +18,7 @@ from dflash_bench.models import loading
 from dflash_bench.models.formats import read_checkpoint
 from dflash_bench.models.inspect import Inspection, inspect
 from dflash_bench.models.presets import NANO
-from helpers.cases import in_one_test
+from helpers.each import each
 
 HIDDEN, BLOCK, VOCABULARY = 128, 16, 1024
 
@@ -157,7 +157,7 @@ def told(seen: Inspection) -> str:
     return " ".join(str(problem) for problem in seen.problems)
 
 
-@in_one_test("what", EDITS)
+@each("what", EDITS)
 def test_a_kind_is_read_as_what_it_is_or_refused_by_its_name(what: str, tmp_path: Path) -> None:
     edit = EDITS[what]
     try:
@@ -200,7 +200,7 @@ UNKNOWN = {
 }
 
 
-@in_one_test("what", UNKNOWN)
+@each("what", UNKNOWN)
 def test_what_is_unknown_is_refused_by_name(what: str, tmp_path: Path) -> None:
     edit, name = UNKNOWN[what]
     with pytest.raises(UserError) as refused:
@@ -242,7 +242,7 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
 }
 
 
-@in_one_test("name", OTHERS)
+@each("name", OTHERS)
 def test_a_draft_of_another_kind_is_named_wherever_it_is_given(name: str, tmp_path: Path) -> None:
     kind, method, config, tensors = OTHERS[name]
     (tmp_path / "config.json").write_text(json.dumps(BODY | config))
@@ -275,8 +275,8 @@ def test_a_plain_draft_that_says_dflash2_is_refused(tmp_path: Path) -> None:
         inspect(str(changed(tmp_path, "dflash", {"projector_type": "dflash2"})))
 
 
-@in_one_test("theta", [10_000.0, 1_000_000.0])
-@in_one_test("kinds", [["full_attention"] * 2, ["sliding_attention", "full_attention"]])
+@each("theta", [10_000.0, 1_000_000.0])
+@each("kinds", [["full_attention"] * 2, ["sliding_attention", "full_attention"]])
 def test_angles_that_differ_between_its_layers_are_refused(theta: float, kinds: list[str], tmp_path: Path) -> None:
     angles = {"full_attention": {"rope_theta": 1_000_000.0}, "sliding_attention": {"rope_theta": theta}}
     folder = changed(tmp_path, "dflash", rope_parameters=angles, layer_types=kinds, sliding_window=64)

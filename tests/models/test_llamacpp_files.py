@@ -30,7 +30,7 @@ from dflash_bench.models.nets.corrections.markov import MarkovConfig
 from dflash_bench.models.nets.corrections.selector import SelectorConfig
 from dflash_bench.models.presets import NANO
 from helpers import tiny
-from helpers.cases import in_one_test
+from helpers.each import each
 
 CASES_OF_KINDS = Path(dflash_bench.__file__).parent / "conformance"
 KINDS: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
@@ -91,7 +91,7 @@ CASES = [
 ]
 
 
-@in_one_test(("kind", "dtype", "settings"), CASES)
+@each(("kind", "dtype", "settings"), CASES)
 def test_transformers_reads_the_same_weights_and_computes_the_same(
     kind: str, dtype: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -330,7 +330,7 @@ TOKENIZERS: list[tuple[Callable[[dict[str, Any]], None], str]] = [
 ]
 
 
-@in_one_test(("change", "message"), TOKENIZERS)
+@each(("change", "message"), TOKENIZERS)
 def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused(
     change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
 ) -> None:
@@ -353,7 +353,7 @@ TARGETS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@in_one_test(("settings", "message"), TARGETS)
+@each(("settings", "message"), TARGETS)
 def test_a_target_that_llama_cpp_would_compute_otherwise_is_refused(
     settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
@@ -532,7 +532,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
 ]
 
 
-@in_one_test(("changes", "form", "message"), REFUSED)
+@each(("changes", "form", "message"), REFUSED)
 def test_what_llama_cpp_would_compute_otherwise_is_refused_by_name(
     changes: dict[str, Any], form: str | None, message: str, tmp_path: Path
 ) -> None:
@@ -595,7 +595,7 @@ DRAFTS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@in_one_test(("kind", "variant", "message"), DRAFTS)
+@each(("kind", "variant", "message"), DRAFTS)
 def test_a_draft_that_llama_cpp_cannot_run_is_refused(
     kind: str, variant: dict[str, Any], message: str, model: Path, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ from dflash_bench.models import chat, loading, presets, targets
 from dflash_bench.models.formats import save_draft
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.toy import tiny
 
 
@@ -288,7 +288,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@in_one_test("damage", DAMAGES, copying="model")
+@each("damage", DAMAGES)
 def test_a_damaged_target_is_refused_in_one_line(damage: str, model: Path) -> None:
     change, message = DAMAGES[damage]
     change(model / "target")

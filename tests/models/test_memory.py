@@ -29,7 +29,7 @@ from dflash_bench.models.memory import (
     what_fits,
 )
 from helpers import tiny
-from helpers.cases import in_one_test
+from helpers.each import each
 
 NANO = presets.preset("nano")
 SIZE = Size(
@@ -117,7 +117,7 @@ def held_by(model: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-@in_one_test("label", LABELS)
+@each("label", LABELS)
 def test_a_round_takes_the_places_that_its_drafter_says(label: str, opened: tuple[Models, LocalBackend]) -> None:
     models, backend = opened
     (method,), drafter = chosen(label), backend.drafters[label]
@@ -131,7 +131,7 @@ def test_a_round_takes_the_places_that_its_drafter_says(label: str, opened: tupl
     assert scratch == getattr(cached, "num_scratch", drafter.num_drafts if method.name == "draft-model" else 0)
 
 
-@in_one_test("label", ["ar", "dflash", "ddtree", "eagle3", "eagle3-tree", "draft-model"])
+@each("label", ["ar", "dflash", "ddtree", "eagle3", "eagle3-tree", "draft-model"])
 def test_caches_are_as_large_as_predicted(label: str, opened: tuple[Models, LocalBackend]) -> None:
     backend = open_backend(opened[0], NANO, [methods.parse(label)], max_new_tokens=8)
     prompt = backend.encode([Message("user", "Add 3 and 4.")])

@@ -22,7 +22,7 @@ from dflash_bench.models.inspect import inspect, text
 from dflash_bench.models.memory import demand_of
 from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
 from helpers import tiny
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.fake_backend import main
 from helpers.golden_drafts import CASES
 from helpers.tiny_architectures import made
@@ -67,7 +67,7 @@ def test_heads_in_the_targets_checkpoint_are_its_tensors() -> None:
     assert draft.config.target_layer_ids == (3,)
 
 
-@in_one_test("kind", ["qwen3.5", "qwen3.5, experts", "qwen3-next", "mixture of experts"])
+@each("kind", ["qwen3.5", "qwen3.5, experts", "qwen3-next", "mixture of experts"])
 def test_heads_apart_come_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
     config = made(kind).config
     draft = random_heads(config)
@@ -165,7 +165,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@in_one_test("what", WRONG, copying="golden")
+@each("what", WRONG)
 def test_heads_that_cannot_be_are_refused_in_one_line(what: str, golden: Path) -> None:
     change, message = WRONG[what]
     change(golden)

@@ -19,7 +19,7 @@ from dflash_bench.models import loading, presets
 from dflash_bench.models.formats import medusa
 from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
 from helpers import tiny
-from helpers.cases import in_one_test
+from helpers.each import each
 
 BLOCKS = {"block_size": 4, "mask_token_id": 1000}
 
@@ -85,7 +85,7 @@ def test_all_kinds_are_loaded_in_the_targets_dtype_and_answer_exactly(model: Pat
     assert all(answers[label].token_ids == plain for label in labels[:-1]) and len(plain) > 3
 
 
-@in_one_test(
+@each(
     ("method", "given", "message"),
     [
         ("draft-model", "dflash", "a draft for dflash, and draft-model"),
@@ -96,14 +96,13 @@ def test_all_kinds_are_loaded_in_the_targets_dtype_and_answer_exactly(model: Pat
         ("dflash", "draft-model", "draft-model is not a draft that we know"),
         ("block-diffusion", "draft-model", "config.json has no block_diff"),
     ],
-    copying="model",
 )
 def test_weights_of_another_kind_are_refused(method: str, given: str, message: str, model: Path) -> None:
     with pytest.raises(UserError, match=message):
         load(model, **{method.replace("-", "_"): model / given})
 
 
-@in_one_test(
+@each(
     ("blocks", "message"),
     [
         ({"block_size": 1, "mask_token_id": 3}, "block_size of block_diffusion in config.json cannot be 1"),
@@ -113,7 +112,6 @@ def test_weights_of_another_kind_are_refused(method: str, given: str, message: s
         ({"block_size": 4}, "mask_token_id of block_diffusion in config.json cannot be None"),
         ([4], "config.json has no block_diffusion"),
     ],
-    copying="model",
 )
 def test_a_config_that_cannot_be_read_as_blocks_is_refused(blocks: Any, message: str, model: Path) -> None:
     with pytest.raises(UserError, match=message):
@@ -138,7 +136,7 @@ def test_a_model_of_another_tokenizer_is_refused(model: Path) -> None:
         load(model, draft_model=model / "draft-model")
 
 
-@in_one_test(
+@each(
     ("damage", "message"),
     [
         (lambda f: (f / "model.safetensors").unlink(), "cannot load"),
@@ -146,7 +144,6 @@ def test_a_model_of_another_tokenizer_is_refused(model: Path) -> None:
         (lambda f: change(f, vocab_size=0), "vocab_size in its config.json cannot be 0"),
         (lambda f: change(f, model_type="no such"), "cannot load"),
     ],
-    copying="model",
 )
 def test_a_damaged_draft_model_is_refused(damage: Callable[[Path], Any], message: str, model: Path) -> None:
     damage(model / "draft-model")

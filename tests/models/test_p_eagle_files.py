@@ -19,7 +19,7 @@ from dflash_bench.models.formats import TargetShape, load_draft, read_checkpoint
 from dflash_bench.models.inspect import inspect, text
 from dflash_bench.models.memory import demand_of, round_of
 from dflash_bench.models.nets.p_eagle import PEagleConfig, PEagleDraft
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.golden_drafts import CASES
 
 TARGET = TargetShape(32, 97, 6)
@@ -67,7 +67,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@in_one_test("variant", VARIANTS)
+@each("variant", VARIANTS)
 def test_a_saved_draft_comes_back_bit_for_bit(variant: str, tmp_path: Path) -> None:
     form, changes = VARIANTS[variant]
     draft = made(**changes)
@@ -137,7 +137,7 @@ WRONG_CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
-@in_one_test("what", WRONG_CONFIGS)
+@each("what", WRONG_CONFIGS)
 def test_a_config_that_cannot_be_is_refused_by_name(what: str, tmp_path: Path) -> None:
     change, message = WRONG_CONFIGS[what]
     save_draft(made(), tmp_path)

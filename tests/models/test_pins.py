@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from dflash_bench.core.errors import UserError
 from dflash_bench.models import hub, presets
 from helpers import tiny
-from helpers.cases import in_one_test
+from helpers.each import each
 
 Main = Callable[..., tuple[int, str, str]]
 OLD, NEW = "0" * 40, "1" * 40
@@ -165,7 +165,7 @@ def test_a_preset_names_the_commits_that_are_known(tmp_path: Path) -> None:
     assert preset(tmp_path, f'dflash = "{NEW}"').drafts["dflash"] == f"org/draft@{NEW}"
 
 
-@in_one_test(
+@each(
     ("revision", "said"),
     [
         ('target = "main"', "revision of target is 'main', not a commit of 40 digits"),

@@ -12,14 +12,14 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import MAX_DRAFTS, WEIGHTS
 from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
-from helpers.cases import in_one_test
+from helpers.each import each
 
 HUB_ID = re.compile(r"[\w-]+/[\w.-]+")
 OF_UNKNOWN_SIZE = {"glm-5.3-flash", "minimax-m3"}
 """No public page that was read gives the size of these targets."""
 
 
-@in_one_test("name", presets.table())
+@each("name", presets.table())
 def test_every_preset_is_well_formed(name: str) -> None:
     one = presets.table()[name]
     references = [*([] if one.package else [one.target]), *one.drafts.values()]
@@ -68,7 +68,7 @@ BAD = {
 }
 
 
-@in_one_test("content", BAD)
+@each("content", BAD)
 def test_a_table_with_an_unknown_or_a_missing_key_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "presets.toml"
     path.write_text(f"[mine]\n{content}\n")
@@ -114,7 +114,7 @@ NO_DRAFT = {
 }
 
 
-@in_one_test("text", NO_DRAFT)
+@each("text", NO_DRAFT)
 def test_a_draft_that_is_not_written_as_one_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=NO_DRAFT[text]):
         presets.parse_drafts([text])

@@ -13,7 +13,7 @@ from dflash_bench.models import presets, random_weights
 from dflash_bench.models.memory import size_of
 from dflash_bench.models.nets.dflash import DFlashDraft
 from helpers import tiny, toy
-from helpers.cases import in_one_test
+from helpers.each import each
 
 KNOWN = [name for name, preset in presets.table().items() if preset.target in random_weights.table()]
 PATTERN = 4
@@ -35,7 +35,7 @@ def test_the_shapes_of_most_presets_are_known() -> None:
     assert {preset.target for preset in presets.table().values()} >= set(random_weights.table())
 
 
-@in_one_test("name", KNOWN)
+@each("name", KNOWN)
 def test_a_shape_has_as_many_parameters_as_its_model(name: str) -> None:
     preset = presets.table()[name]
     assert preset.billions is not None

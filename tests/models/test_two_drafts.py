@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from dflash_bench.models.presets import NANO
 from dflash_bench.report.words import facts as words_of
 from dflash_bench.results import store
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.fake_backend import main
 
 Captured = pytest.CaptureFixture[str]
@@ -95,7 +95,7 @@ REFUSED = {
 }
 
 
-@in_one_test("words", REFUSED)
+@each("words", REFUSED)
 def test_what_does_not_go_together_is_one_line(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:

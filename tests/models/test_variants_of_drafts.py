@@ -12,7 +12,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.models.formats import TargetShape, read_checkpoint, variants, zlab
 from dflash_bench.models.formats import bodies as formats_bodies
 from helpers import tiny
-from helpers.cases import in_one_test
+from helpers.each import each
 
 TARGET = TargetShape(tiny.HIDDEN, tiny.VOCABULARY, tiny.LAYERS)
 
@@ -46,7 +46,7 @@ REFUSED: dict[str, Any] = {
 }
 
 
-@in_one_test("key", REFUSED, copying="model")
+@each("key", REFUSED)
 def test_a_key_of_dflash_config_that_changes_or_may_change_the_network_is_refused_by_name(
     key: str, model: Path
 ) -> None:
@@ -55,7 +55,7 @@ def test_a_key_of_dflash_config_that_changes_or_may_change_the_network_is_refuse
         read(model / "dflash")
 
 
-@in_one_test("key", sorted(zlab.UNREAD_BESIDE.keys() - {"selector_rank", "selector_top_k"}), copying="model")
+@each("key", sorted(zlab.UNREAD_BESIDE.keys() - {"selector_rank", "selector_top_k"}))
 def test_the_same_keys_are_refused_beside_it(key: str, model: Path) -> None:
     edit(model / "dflash", None, {key: 7.5})
     with pytest.raises(UserError, match="not supported"):
@@ -105,7 +105,7 @@ UNSOUND: dict[str, dict[str, Any]] = {
 }
 
 
-@in_one_test("told", UNSOUND, copying="model")
+@each("told", UNSOUND)
 def test_a_body_that_cannot_be_is_one_line(told: str, model: Path) -> None:
     edit(model / "dflash", "dflash_config", UNSOUND[told])
     with pytest.raises(UserError, match=told):
@@ -125,7 +125,7 @@ def test_keys_of_another_kind_than_the_architecture_are_refused(told: str, model
         read(model / "dflash")
 
 
-@in_one_test(
+@each(
     ("changes", "told"),
     [
         ({"conv_kernel_size": 2, "conv_group_size": 7, "selector_rank": 8}, "conv_group_size cannot be 7"),
@@ -133,7 +133,6 @@ def test_keys_of_another_kind_than_the_architecture_are_refused(told: str, model
         ({"conv_kernel_size": 0, "selector_rank": 8, "selector_top_k": 10**6}, "selector_top_k cannot be 1000000"),
         ({"conv_kernel_size": 2}, r"DFlash2DraftModel, .*selector_rank"),
     ],
-    copying="model",
 )
 def test_half_of_dflash_2_is_refused(changes: dict[str, Any], told: str, model: Path) -> None:
     edit(model / "dflash", None, {"architectures": ["DFlash2DraftModel"]})
@@ -142,14 +141,14 @@ def test_half_of_dflash_2_is_refused(changes: dict[str, Any], told: str, model: 
         read(model / "dflash")
 
 
-@in_one_test("key", variants.OF_LAYERS, copying="model")
+@each("key", variants.OF_LAYERS)
 def test_and_in_a_config_of_eagle3(key: str, model: Path) -> None:
     edit(model / "eagle3", None, {key: 7.5})
     with pytest.raises(UserError, match="not supported"):
         read(model / "eagle3")
 
 
-@in_one_test("key", variants.VARIANTS, copying="model")
+@each("key", variants.VARIANTS)
 def test_values_that_change_nothing_pass(key: str, model: Path) -> None:
     before = read(model / "dflash")
     for value in variants.VARIANTS[key][1]:
@@ -159,7 +158,7 @@ def test_values_that_change_nothing_pass(key: str, model: Path) -> None:
         assert read(model / "dflash") == before
 
 
-@in_one_test("key", variants.HARMLESS, copying="model")
+@each("key", variants.HARMLESS)
 def test_keys_that_say_how_it_was_trained_pass(key: str, model: Path) -> None:
     before = read(model / "dflash")
     edit(model / "dflash", "dflash_config", {key: 8})

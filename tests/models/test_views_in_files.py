@@ -17,7 +17,7 @@ from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialis
 from dflash_bench.models.nets.layers import Rotary
 from dflash_bench.models.weights import write_checkpoint
 from helpers import tiny
-from helpers.cases import in_one_test
+from helpers.each import each
 
 TARGET = TargetShape(tiny.HIDDEN, tiny.VOCABULARY, tiny.LAYERS)
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -81,7 +81,7 @@ BY_ZLAB: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[BlockView, BlockV
 }
 
 
-@in_one_test("rule", BY_ZLAB)
+@each("rule", BY_ZLAB)
 def test_z_labs_rule(rule: str, tmp_path: Path) -> None:
     inner, beside, expected = BY_ZLAB[rule]
     assert views(tmp_path, z_lab(inner, **beside)) == expected
@@ -160,7 +160,7 @@ def test_dflare_of_the_speculators_library_norms_each_layers_mix_apart(own_proje
         assert torch.allclose(values[:, 0], normed @ weight.T, atol=1e-5)
 
 
-@in_one_test("key", ["causal", "use_swa", "is_causal", "input_embedding_scale"])
+@each("key", ["causal", "use_swa", "is_causal", "input_embedding_scale"])
 def test_deepspecs_code_reads_no_such_keys(key: str, tmp_path: Path) -> None:
     flat = {"architectures": ["Qwen3DSparkModel"], **BODY, "block_size": 4, "mask_token_id": 3}
     write_checkpoint(tmp_path, {**flat, "target_layer_ids": [0, 2], key: 3.0}, NETWORK.state_dict())

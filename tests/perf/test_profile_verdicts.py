@@ -26,7 +26,7 @@ from dflash_bench.perf.verdict import (
     published_acceptance,
     what_binds,
 )
-from helpers.cases import in_one_test
+from helpers.each import each
 
 SIZE = Size(
     weight_bytes=1000,
@@ -59,7 +59,7 @@ def test_a_round_is_priced_in_plain_steps() -> None:
     assert one.without("host", 4.0) == pytest.approx(4 / 1.9)
 
 
-@in_one_test(
+@each(
     ("one", "al", "line", "expected"),
     [
         (whole(), 6.0, FAST, "acceptance"),
@@ -85,7 +85,7 @@ def crooked(line: LinearCost, off: float) -> object:
     return curve([ForwardTiming(1, width, 0, taken) for width, taken in seconds.items()], SIZE, RATES)
 
 
-@in_one_test(
+@each(
     ("one", "al", "expected"),
     [
         (whole(draft=1.5), 6.1, "unclear"),  # 16 / 6.1 against a cost of 2.65

@@ -12,7 +12,7 @@ from dflash_bench.core.dialects import DIALECTS
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Message, Settings
 from dflash_bench.servers.stream import StreamState
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.servers.fake_server import END, FAULTS, FakeServer, tokens_of
 from helpers.servers.one_server import CHAT, backend, named, one
 
@@ -83,7 +83,7 @@ def test_every_fault_is_tried() -> None:
     assert {*MARKED} | {"no_usage", "others", "counters_back"} == {*FAULTS}
 
 
-@in_one_test("fault", MARKED)
+@each("fault", MARKED)
 def test_a_fault_is_the_error_of_its_answer_and_of_no_other(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash_bench.servers.client.WAITS_S", (0.0, 0.0))
     faults = dict.fromkeys((1, 2, 3) if fault == "hangup" else (1,), fault)
@@ -209,7 +209,7 @@ USAGE = {"include_usage": True}
 COUNTING = {**USAGE, "continuous_usage_stats": True}
 
 
-@in_one_test(
+@each(
     ("refuses", "asked"),
     [
         (("continuous_usage_stats",), [COUNTING, USAGE, USAGE]),
@@ -234,7 +234,7 @@ def test_several_that_are_refused_at_once_are_all_asked_again() -> None:
     assert [one.error for one in served] == [None] * 4
 
 
-@in_one_test(
+@each(
     ("does", "how", "hits"),
     [
         ({"dialect": "vllm"}, "flushed", None),
@@ -282,7 +282,7 @@ def test_several_at_a_time_are_as_many_as_asked_and_none_is_lost_or_doubled() ->
             assert "several" in (one_served.uncounted or "")
 
 
-@in_one_test(
+@each(
     ("dialect", "asks", "is_said"),
     [("vllm", False, True), ("mlx", False, True), ("openai", False, False), ("openai", True, True)],
 )

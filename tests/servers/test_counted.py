@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dflash_bench.core.dialects import rule_of
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.servers.fake_server import Count, FakeServer
 from helpers.servers.one_server import CHAT, backend, one
 
@@ -25,7 +25,7 @@ COUNTED_BY = [
 ]
 
 
-@in_one_test(("does", "by"), COUNTED_BY)
+@each(("does", "by"), COUNTED_BY)
 def test_rounds_are_counted_by_what_the_server_tells(does: dict[str, Any], by: str | None) -> None:
     with FakeServer(accepts=(2,), block=4, answer=lambda *_: range(10, 20), **does) as server:
         answer = one(server)
@@ -83,8 +83,8 @@ def cut(dialect: str, rounds: int, drafted: int, accepted: int) -> dict[str, Any
     }
 
 
-@in_one_test("dialect", ["vllm", "vllm by request", "sglang", "llamacpp", "tensorrt_llm", "lmdeploy"])
-@in_one_test(
+@each("dialect", ["vllm", "vllm by request", "sglang", "llamacpp", "tensorrt_llm", "lmdeploy"])
+@each(
     ("rounds", "drafted", "accepted"),
     [(1, 4, 4), (1, 7, 4), (10**6, 7 * 10**6, 0), (10**6, 7 * 10**6, 10**6), (9, 63, 63), (5, 35, 0), (3, 21, 40)],
 )
@@ -108,7 +108,7 @@ def test_rounds_without_drafts_that_vllm_does_not_count_are_said_and_make_no_acc
     assert "5 of the 45 tokens" in (answer.uncounted or "")
 
 
-@in_one_test("value", ["NaN", "-Inf", "1e400", "e", "+-", "-3", "2.5", "0x10", "1e17", "''", "1" * 300])
+@each("value", ["NaN", "-Inf", "1e400", "e", "+-", "-3", "2.5", "0x10", "1e17", "''", "1" * 300])
 def test_a_counter_that_is_no_count_is_said_and_is_no_number(value: str) -> None:
     with FakeServer(accepts=(2,), block=4, answer=lambda *_: range(10, 20)) as server, backend(server) as opened:
         metrics = server._metrics

@@ -16,7 +16,7 @@ from dflash_bench.servers import prometheus
 from dflash_bench.servers.address import Access, parse
 from dflash_bench.servers.backend import ServerBackend
 from dflash_bench.servers.prometheus import CounterPage
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.servers.fake_server import FakeServer
 
 CHAT = (Message("user", "What is 6 times 7?"),)
@@ -51,7 +51,7 @@ REFUSED = {
 }
 
 
-@in_one_test("text", REFUSED)
+@each("text", REFUSED)
 def test_an_address_that_cannot_be_asked_is_refused_and_no_password_shown(text: str) -> None:
     with pytest.raises(UserError) as refused:
         parse([text])
@@ -70,7 +70,7 @@ def test_a_method_is_given_once() -> None:
         parse(["plain=http://a", "ar=http://b"])
 
 
-@in_one_test(
+@each(
     ("dialect", "version"),
     [
         ("vllm", "0.32.0"),
@@ -106,7 +106,7 @@ def test_a_dialect_that_is_named_is_spoken() -> None:
             opened(server, dialect="trt")
 
 
-@in_one_test(
+@each(
     ("does", "changes", "message"),
     [
         ({"is_loading": True}, {}, "HTTP 503: Loading model"),
@@ -211,7 +211,7 @@ def at(rounds: float, drafted: float, accepted: float, tokens: float | None = No
     return CounterPage("vllm.counters", values | ({} if tokens is None else {"generation_tokens": tokens}))
 
 
-@in_one_test(
+@each(
     ("after", "num_tokens", "expected"),
     [
         (at(13, 46, 17), 11, AcceptanceCounts(3, 7, 16, by="vllm.counters")),

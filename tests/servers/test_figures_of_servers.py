@@ -10,7 +10,7 @@ from dflash_bench.core.dialects import DIALECTS, AcceptanceCounts
 from dflash_bench.core.types import Generation
 from dflash_bench.servers.prometheus import difference, parse
 from dflash_bench.servers.stream import StreamState
-from helpers.cases import in_one_test
+from helpers.each import each
 
 Piece = tuple[float, str, list[int] | None, int | None]
 """When it arrives, its text, its ids, and the server's count of tokens up to here."""
@@ -33,7 +33,7 @@ ROLE: Piece = (0.15, "", [], None)
 """A chunk that names who speaks, and holds no token."""
 
 
-@in_one_test(
+@each(
     ("pieces", "num_tokens", "num_decoded"),
     [
         # Every server sends its first token at 0.3 s, and its last at 0.9 s.

@@ -26,7 +26,7 @@ from dflash_bench.runner.config import RunRequest
 from dflash_bench.servers import client
 from dflash_bench.servers.address import key_of, parse
 from dflash_bench.servers.backend import ServerBackend
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.servers.fake_server import FakeServer
 from helpers.servers.one_server import CHAT, backend, named
 
@@ -72,14 +72,14 @@ def test_there_are_enough_of_them() -> None:
     assert sum(map(len, INPUTS.values())) >= 400
 
 
-@in_one_test("text", INPUTS["address"] + INPUTS["address with a secret"])
+@each("text", INPUTS["address"] + INPUTS["address with a secret"])
 def test_an_address(text: str) -> None:
     with pytest.raises(UserError) as refused:
         parse([f"plain={text}"])
     assert said(refused.value).startswith("--server plain: ")
 
 
-@in_one_test("text", INPUTS["name"])
+@each("text", INPUTS["name"])
 def test_a_name(text: str) -> None:
     with pytest.raises(UserError) as refused:
         parse([text])
@@ -87,14 +87,14 @@ def test_a_name(text: str) -> None:
     assert SECRET not in str(refused.value)
 
 
-@in_one_test("text", INPUTS["key"])
+@each("text", INPUTS["key"])
 def test_a_key(text: str) -> None:
     with pytest.raises(UserError) as refused:
         key_of(text, "the variable K")
     assert text not in said(refused.value)
 
 
-@in_one_test("name", INPUTS["name of a key's variable"])
+@each("name", INPUTS["name of a key's variable"])
 def test_the_name_of_a_keys_variable(name: str) -> None:
     with pytest.raises(UserError) as refused:
         served.access_of(RunRequest(servers=("plain=http://a",), api_key_env=name))

@@ -28,7 +28,7 @@ from dflash_bench.results import store, table
 from dflash_bench.runner import launch
 from dflash_bench.servers import supervisor
 from dflash_bench.servers.launch import LaunchedServers, added_by_draft, program_named
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.faults.matrix import command
 from helpers.processes import is_alive
 from helpers.refusals import assert_refused
@@ -96,7 +96,7 @@ def config(**said: Any) -> str:
     return f"--speculative-config {json.dumps(said)}"
 
 
-@in_one_test(
+@each(
     ("name", "text", "changes", "told"),
     [
         ("vllm", "dflash@a:5", {}, config(method="dflash", model="D", num_speculative_tokens=5)),
@@ -155,7 +155,7 @@ def test_a_kind_that_a_server_would_compute_as_another_is_refused() -> None:
     assert launch.computes(program_named("llama.cpp"), spec("dflash", kind="JetSpec"))
 
 
-@in_one_test(
+@each(
     ("conditional", "shares"),
     [
         ("0.9/0.8/0.5", (0.9, 0.72, 0.36)), ("0/1/1", (0, 0, 0)), ("1/1/1", (1, 1, 1)), ("0.5/0/1", (0.5, 0, 0)),
@@ -170,7 +170,7 @@ def test_imposed_rates_are_shares_of_all_rounds_and_never_rise(conditional: str,
     assert launch.imposed(program_named("vllm"), methods.parse("dflash:3")) == (None, ())
 
 
-@in_one_test(
+@each(
     ("name", "method", "message"),
     [
         ("sglang", "synthetic:base=dflash", "SGLANG_SIMULATE_ACC_LEN"),
@@ -302,7 +302,7 @@ def test_a_program_that_ends_at_once_is_told_with_its_last_lines(program: Callab
     assert "vllm for plain" in said and "exit status 3" in said and "| CUDA error: out of memory" in said
 
 
-@in_one_test(
+@each(
     ("more", "named"),
     [
         (("--launch", "x"), "'x' llama.cpp, sglang, vllm"),

@@ -14,7 +14,7 @@ from dflash_bench.core.dialects import (
     DecodedAnswer,
     contradiction,
 )
-from helpers.cases import in_one_test
+from helpers.each import each
 
 RULES = {rule.id: rule for dialect in DIALECTS.values() for rule in dialect.rules}
 
@@ -23,7 +23,7 @@ def refused(by: str, num_tokens: int, rounds: int, drafted: int | None, accepted
     return contradiction(AcceptanceCounts(rounds, accepted, drafted, by=by), num_tokens)
 
 
-@in_one_test("by", ["vllm.guess", "mine.request", "", "vllm", "..", "no such thing"])
+@each("by", ["vllm.guess", "mine.request", "", "vllm", "..", "no such thing"])
 def test_an_unknown_rule_makes_no_counts(by: str) -> None:
     assert UNKNOWN_RULE in str(refused(by, 46, 0, 0, 0))
 
@@ -40,7 +40,7 @@ def decoded(number: int) -> Iterator[DecodedAnswer]:
         yield DecodedAnswer(min(done, limit, stops), tuple(accepted), drafts, limit)
 
 
-@in_one_test("by", sorted(RULES))
+@each("by", sorted(RULES))
 def test_no_true_count_is_refused(by: str) -> None:
     for answer in decoded(23):
         for conversion in RULES[by].conversions:
@@ -49,7 +49,7 @@ def test_no_true_count_is_refused(by: str) -> None:
             assert why is None, (answer, counts)
 
 
-@in_one_test("by", sorted(RULES))
+@each("by", sorted(RULES))
 def test_rounds_that_are_merged_or_made_up_are_refused(by: str) -> None:
     """Half as many rounds with the same drafts, or one accepted draft more for each: both raise the acceptance."""
     whole = [one for one in decoded(24) if sum(one.accepted) + len(one.accepted) == one.num_tokens - 1]
@@ -66,8 +66,8 @@ def test_rounds_that_are_merged_or_made_up_are_refused(by: str) -> None:
     assert num > 30
 
 
-@in_one_test("by", sorted(RULES))
-@in_one_test(
+@each("by", sorted(RULES))
+@each(
     ("num_tokens", "rounds", "drafted", "accepted"),
     [
         (46, 1, 4, 4),

@@ -15,7 +15,7 @@ from dflash_bench.models.presets import NANO
 from dflash_bench.results import run_info, store
 from dflash_bench.results import table as results_table
 from dflash_bench.tasks import scorers
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.refusals import assert_refused
 from helpers.runs import listed
 from helpers.servers.fake_server import FakeServer
@@ -210,7 +210,7 @@ def test_servers_are_told_the_schema_and_their_answers_are_held_to_it(
     assert code == 2 and "JSON schema none" in err
 
 
-@in_one_test(
+@each(
     ("text", "right"),
     [('{"a": 1}', True), (' {"a": 2, "b": null}\n', True), ('{"a": "1"}', False), ("{", False), ("", False)],
 )

@@ -18,7 +18,7 @@ from dflash_bench.servers import client
 from dflash_bench.servers.client import Bounds
 from dflash_bench.servers.dialects import openai
 from dflash_bench.servers.stream import StreamState
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.servers.fake_server import FakeServer
 from helpers.servers.one_server import CHAT, backend
 
@@ -104,7 +104,7 @@ HEALTHY: dict[str, Timed] = {
 }
 
 
-@in_one_test("events", HEALTHY.values())
+@each("events", HEALTHY.values())
 def test_what_is_measured_is_what_was_sent(events: Timed) -> None:
     found = answer(events)
     assert (found.num_tokens, found.finish_reason, found.error) == (NUM, "stop", None)
@@ -114,7 +114,7 @@ def test_what_is_measured_is_what_was_sent(events: Timed) -> None:
     assert found.num_decoded / found.decode_s == pytest.approx(1 / STEP_S)
 
 
-@in_one_test(
+@each(
     ("parts", "answer_text"),
     [
         ([("reasoning_content", "Maybe 41?"), ("content", "42")], "42"),
@@ -140,7 +140,7 @@ PACELESS = {
 }
 
 
-@in_one_test(("sizes", "finish"), PACELESS.values())
+@each(("sizes", "finish"), PACELESS.values())
 def test_where_nobody_says_how_many_came_first_there_is_no_decode_speed(sizes: Any, finish: str) -> None:
     found = answer([*pieces(sizes=sizes), *ending(finish)])
     assert (found.num_tokens, found.num_decoded) == (NUM, 0)
@@ -159,7 +159,7 @@ REFUSED = {
 }
 
 
-@in_one_test(("events", "why"), REFUSED.values())
+@each(("events", "why"), REFUSED.values())
 def test_what_cannot_be_measured_is_refused(events: Timed, why: str) -> None:
     with pytest.raises(AnswerError, match=why):
         answer(events)
@@ -183,7 +183,7 @@ BYTES = {
 }
 
 
-@in_one_test("sent", BYTES.values())
+@each("sent", BYTES.values())
 def test_events_are_read_however_they_are_written(sent: list[bytes]) -> None:
     with FakeServer(raw=lambda path: [HEAD, *sent] if path == "/s" else None) as server, backend(server) as opened:
         found = opened._runner.run(read(opened.servers["ar"].client))
@@ -208,7 +208,7 @@ def test_a_line_that_ends_in_a_return_is_not_read_one_event_late() -> None:
     assert asyncio.run(first()) == "data: 0"
 
 
-@in_one_test("dialect", ["vllm", "sglang", "llamacpp", "openai"])
+@each("dialect", ["vllm", "sglang", "llamacpp", "openai"])
 def test_servers_are_asked_to_count_as_they_go(dialect: str) -> None:
     does: dict[str, Any] = {"gives_ids": False, "accepts": (2,), "block": 3, "answer": lambda *_: range(10, 20)}
     with FakeServer(dialect=dialect, **does) as server, backend(server, local=False) as opened:

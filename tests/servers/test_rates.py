@@ -25,7 +25,7 @@ from dflash_bench.runner.rules import objectives
 from dflash_bench.runner.setup import late
 from dflash_bench.servers.address import Access, parse
 from dflash_bench.servers.backend import ServerBackend, arrivals
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.refusals import assert_refused
 from helpers.runs import known
 from helpers.servers.fake_server import FakeServer
@@ -172,7 +172,7 @@ def test_an_objective_is_read_with_its_units(text: str, limits: dict[str, float]
     assert objectives(text) == pytest.approx(limits)
 
 
-@in_one_test("text", ["", "ttft=1", "ttft=0s", "itl=5ms", "ttft=1s,ttft=2s", "ttft=-1s", "ttft=1s;"])
+@each("text", ["", "ttft=1", "ttft=0s", "itl=5ms", "ttft=1s,ttft=2s", "ttft=-1s", "ttft=1s;"])
 def test_what_is_no_objective_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="--slo"):
         objectives(text)

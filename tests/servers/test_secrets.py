@@ -17,7 +17,7 @@ import pytest
 
 from dflash_bench.core.secrets import Arguments, Secret, command, hidden, of_environment
 from dflash_bench.servers import launch, supervisor
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.servers.fake_server import FakeServer
 from helpers.servers.fake_words import text_of
 
@@ -60,7 +60,7 @@ WORDS = [
 ]
 
 
-@in_one_test("words", WORDS)
+@each("words", WORDS)
 def test_words_of_a_command_are_shown_without_secrets(words: list[str]) -> None:
     given = Arguments(["run", "--suite", "gsm8k", *words, "--limit", "3"])
     for text in (str(given), repr(given), command(given.reveal()), f"{given.shown}"):

@@ -19,7 +19,7 @@ from dflash_bench.analysis.cells import summarise
 from dflash_bench.core.dialects import UNKNOWN_RULE
 from dflash_bench.results import parts, store, table
 from dflash_bench.servers import dialects
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.faults.matrix import command
 from helpers.refusals import assert_refused
 from helpers.runs import listed
@@ -134,7 +134,7 @@ def test_a_run_over_servers_holds_what_they_did(
     assert "memory, as predicted" not in out
 
 
-@in_one_test(
+@each(
     ("forged", "why"),
     [
         (lambda row: {"total_rounds": row["total_rounds"] // 2}, TOTALS),

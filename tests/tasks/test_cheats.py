@@ -13,7 +13,7 @@ from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.sandbox import ProgramLimits, ProgramOutcome
 from dflash_bench.tasks.scorers import score
 from helpers import forked_supervisors
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.sandboxes import ASKED_BY_US, BOXES, MARKER, Box, num_processes
 
 LIMITS = ProgramLimits(cpu_s=3, wall_s=5.0)
@@ -75,13 +75,13 @@ def test_a_right_answer_passes(box: Box) -> None:
 
 
 @in_the_farthest
-@in_one_test("cheat", CHEATS)
+@each("cheat", CHEATS)
 def test_no_cheat_passes(box: Box, cheat: str) -> None:
     limits = ENDLESS if cheat in ("recursion without limit", "hashes that collide", "half an answer") else LIMITS
     assert box.fails(SEND + CHEATS[cheat], limits, TESTS, ["double"])
 
 
-@in_one_test(
+@each(
     ("returned", "said"),
     [
         ("object()", "a object"),
@@ -101,7 +101,7 @@ def test_what_is_no_plain_value_is_refused_by_name(box: Box, returned: str, said
 
 
 @in_the_farthest
-@in_one_test(
+@each(
     ("program", "tests", "reason"),
     [
         ("def f(): raise ValueError('no')", "f()", "exit status 1: ValueError: no"),
@@ -138,7 +138,7 @@ def test_errors_that_tests_expect_arrive(box: Box) -> None:
     assert box.run(program, LIMITS, f"{tests}\nassert f(1) == 1", ["f"]).passed
 
 
-@in_one_test("given", ["len", "object()", "[type]", "__import__('collections').Counter()"])
+@each("given", ["len", "object()", "[type]", "__import__('collections').Counter()"])
 def test_tests_that_give_what_is_no_plain_value_say_so_and_nothing_is_scored(box: Box, given: str) -> None:
     outcome = box.run("def f(x): return 1", LIMITS, f"assert f({given}) == 1", ["f"])
     assert (outcome.passed, outcome.by_value) == (None, False)

@@ -16,7 +16,7 @@ from dflash_bench.core.types import Prompt
 from dflash_bench.tasks import scorers
 from dflash_bench.tasks.sandbox import UNSAFE, strongest
 from dflash_bench.tasks.scorers import contests
-from helpers.cases import in_one_test
+from helpers.each import each
 
 CAGE = strongest() or UNSAFE
 
@@ -70,7 +70,7 @@ def test_a_program_without_fences_is_found(what: str) -> None:
     assert scorers.score("livecodebench", SUM, BARE[what], CAGE).passed
 
 
-@in_one_test("what", READING)
+@each("what", READING)
 def test_a_program_is_held_to_what_it_prints(what: str) -> None:
     code, passed = READING[what]
     score = scorers.score("livecodebench", SUM, f"So:\n```python\n{code}\n```\n", CAGE)
@@ -81,7 +81,7 @@ def test_a_program_is_held_to_what_it_prints(what: str) -> None:
 SCALE = problem(case("[1, 2]\n2", "[2, 4]", "functional"), about=json.dumps({"func_name": "scale"}))
 
 
-@in_one_test(
+@each(
     ("code", "passed"),
     [
         ("class Solution:\n    def scale(self, a: List[int], k: int):\n        return tuple(x * k for x in a)", True),
@@ -109,7 +109,7 @@ LATE = {
 }
 
 
-@in_one_test("what", LATE)
+@each("what", LATE)
 def test_a_test_case_has_its_time(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contests, "CASE_S", 0.2)
     score = scorers.score("livecodebench", SUM, f"```python\n{LATE[what]}\nprint(5)\n```", CAGE)
@@ -134,7 +134,7 @@ def test_without_a_cage_or_beyond_its_memory_nothing_is_scored(monkeypatch: pyte
 # Packed test cases
 
 
-@in_one_test("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@each("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_packed_test_cases_are_read_whatever_the_protocol(protocol: int) -> None:
     cases = [case("é 1", "2")]
     row = {"public_test_cases": "", "private_test_cases": packed(json.dumps(cases), protocol), "metadata": "{}"}
@@ -167,7 +167,7 @@ PACKED: dict[str, tuple[str, str]] = {
 }
 
 
-@in_one_test("what", PACKED)
+@each("what", PACKED)
 def test_test_cases_that_are_none_are_one_line_and_nothing_is_run(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

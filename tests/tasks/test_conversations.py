@@ -15,7 +15,7 @@ from dflash_bench.core.types import TOOLS, Message, Prompt
 from dflash_bench.tasks import prompts, rows, suites
 from dflash_bench.tasks.conversations import MESSAGES
 from dflash_bench.tasks.suites import Loaded
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.refusals import refusal
 
 DOCS = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists()) / "docs"
@@ -105,7 +105,7 @@ FORMS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
-@in_one_test("what", FORMS)
+@each("what", FORMS)
 def test_rows_are_read_as_they_are_published(what: str, tmp_path: Path) -> None:
     row, expected = FORMS[what]
     found = loaded(tmp_path, row)
@@ -169,8 +169,8 @@ def ids_of(path: Path) -> list[str]:
     return [prompt.prompt_id for prompt in prompts.load(path).prompts]
 
 
-@in_one_test("indent", [None, 2])
-@in_one_test("suffix", [".json", ".jsonl", ""])
+@each("indent", [None, 2])
+@each("suffix", [".json", ".jsonl", ""])
 def test_a_json_array_is_read_whatever_its_name(indent: int | None, suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"all{suffix}"
     path.write_text("\ufeff\n " + json.dumps(ROWS, indent=indent), encoding="utf-8")
@@ -316,14 +316,14 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-@in_one_test("what", HOSTILE)
+@each("what", HOSTILE)
 def test_a_conversation_that_cannot_be_asked_is_one_line_with_its_row(what: str, tmp_path: Path) -> None:
     messages, told = HOSTILE[what]
     line = refusal(lambda: loaded(tmp_path, {"prompt": "Hi"}, {"messages": messages}))
     assert line.startswith(f"{tmp_path / 'mine.jsonl'} line 2: ") and told in line
 
 
-@in_one_test(
+@each(
     ("row", "told"),
     [
         ({"body": {"input": "x"}}, "body "),
@@ -387,7 +387,7 @@ NESTED: dict[str, tuple[Any, Any, str]] = {
 }  # fmt: skip
 
 
-@in_one_test("what", NESTED)
+@each("what", NESTED)
 def test_parquet_with_nested_surprises_is_one_line_with_its_row(what: str, tmp_path: Path) -> None:
     kind, value, told = NESTED[what]
     path = tmp_path / "part.parquet"

@@ -6,7 +6,7 @@ import errno
 import re
 
 from dflash_bench.tasks.sandbox import ProgramLimits
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.sandboxes import Box
 
 LIMITS = ProgramLimits(folder_bytes=2**24, num_files=500)
@@ -66,7 +66,7 @@ PIECES = {
 }
 
 
-@in_one_test("piece", PIECES.values())
+@each("piece", PIECES.values())
 def test_the_limit_holds_for_what_is_held_without_a_name(box: Box, piece: str) -> None:
     assert box.passes(GREED.replace("PIECE", piece), LIMITS)
 
@@ -83,7 +83,7 @@ assert made <= 500, made
 """
 
 
-@in_one_test(
+@each(
     "entry",
     ["open(str(n), 'w').close()", "os.mkdir(str(n))", "os.symlink('/', str(n))", "os.mkdir('d'); os.chdir('d')"],
 )

@@ -14,8 +14,8 @@ import pytest
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.isolation import restrictions
 from dflash_bench.tasks.sandbox import ProgramLimits
-from helpers.cases import in_one_test
-from helpers.sandboxes import REFUSED, RIGHT, Box, each, num_processes
+from helpers.each import each
+from helpers.sandboxes import REFUSED, RIGHT, Box, attacking, num_processes
 
 BRIEF = ProgramLimits(cpu_s=1, wall_s=0.5)
 NUMBERS = restrictions.X86_64 if os.uname().machine == "x86_64" else restrictions.AARCH64
@@ -36,9 +36,9 @@ def test_an_attack_that_is_not_refused_is_found() -> None:
         ("1 / 0", "ZeroDivisionError"),
         ("os._exit(0)", "finish"),
     ):
-        let = sandbox.run_tests(each([refused, attack, refused], setup="import os\n"), sandbox.UNSAFE)
+        let = sandbox.run_tests(attacking([refused, attack, refused], setup="import os\n"), sandbox.UNSAFE)
         assert let.passed is False and said in let.reason and "Permission" not in let.reason
-    assert sandbox.run_tests(each([refused]), sandbox.UNSAFE).passed
+    assert sandbox.run_tests(attacking([refused]), sandbox.UNSAFE).passed
 
 
 # ---- a second process, or another program ----------------------------------------------------------------
@@ -81,7 +81,7 @@ if fork() in (None, 0):
 """
 
 
-@in_one_test("end", ["assert False", "os.kill(os.getpid(), signal.SIGSTOP)\nassert False", "os._exit(0)"])
+@each("end", ["assert False", "os.kill(os.getpid(), signal.SIGSTOP)\nassert False", "os._exit(0)"])
 def test_no_daemon_stays(box: Box, end: str) -> None:
     box.fails(DAEMON + end)
     assert num_processes() == 0
@@ -334,7 +334,7 @@ def test_a_listening_server_hears_nothing(box: Box) -> None:
 # ---- programs that pretend to have finished --------------------------------------------------------------
 
 
-@in_one_test("leave", ["os._exit(0)", "sys.exit(0)", "sys.exit()", "raise SystemExit"])
+@each("leave", ["os._exit(0)", "sys.exit(0)", "sys.exit()", "raise SystemExit"])
 def test_leaving_early_is_not_passing(box: Box, leave: str) -> None:
     assert box.fails(f"import os, sys\n{leave}\nassert False") == "did not finish"
 
@@ -355,7 +355,7 @@ def test_saying_the_expected_words_everywhere_is_not_passing(box: Box) -> None:
     box.fails("import os\nos.closerange(0, 4096)")
 
 
-@in_one_test(
+@each(
     "override",
     [
         "import os; os._exit = print",

@@ -15,7 +15,7 @@ from dflash_bench.core.types import Message, Prompt
 from dflash_bench.tasks import padding, suites
 from dflash_bench.tasks.padding import BETWEEN, Padding, example, pad
 from dflash_bench.tasks.suites import Loaded, Suite
-from helpers.cases import in_one_test
+from helpers.each import each
 
 SUITE = Suite(name="toy", version=1, title="", source="", scorer="none", seed=3)
 
@@ -140,7 +140,7 @@ def test_a_worked_answer_comes_before_a_reference_where_the_row_has_its_columns(
     assert example(suite, replace(prompt, row={"solution": None}, reference=None)) == "ask"
 
 
-@in_one_test(
+@each(
     ("name", "answer"),
     [
         ("gsm8k", "#### "),

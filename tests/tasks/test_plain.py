@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dflash_bench.tasks.isolation import protocol, testing
 from dflash_bench.tasks.isolation.protocol import ClosedError, Link
-from helpers.cases import in_one_test
+from helpers.each import each
 
 LEAVES = (
     st.none()
@@ -78,7 +78,7 @@ class Colour(enum.IntEnum):
 Point = collections.namedtuple("Point", "x y")
 
 
-@in_one_test(
+@each(
     ("value", "back"),
     [
         (Odd(7), 7),
@@ -123,7 +123,7 @@ def test_damaged_values_are_values_or_malformed(value: object, data: st.DataObje
         protocol.from_bytes(bytes(damaged))
 
 
-@in_one_test(
+@each(
     "data",
     [
         b"",
@@ -182,7 +182,7 @@ def framed(value: object) -> bytes:
     return struct.pack("<I", len(data)) + data
 
 
-@in_one_test(
+@each(
     ("sent", "verdict"),
     [
         (b"", "failed its program ended"),
@@ -208,7 +208,7 @@ def test_a_stand_in_takes_an_answer_and_nothing_else(
         hearing(monkeypatch, sent).stand_in("f")()
 
 
-@in_one_test(
+@each(
     ("kind", "expected"),
     [
         ("ValueError", ValueError),

@@ -24,7 +24,7 @@ from dflash_bench.core.types import Prompt, template_input
 from dflash_bench.tasks import prompts, scorers, suites
 from dflash_bench.tasks.prepare import prepare
 from dflash_bench.tasks.suites import Suite
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.refusals import assert_refused
 
 Main = Callable[..., tuple[int, str, str]]
@@ -147,7 +147,7 @@ def suite_named(name: str) -> Suite:
     return suites.known_suites()[name]
 
 
-@in_one_test("name", PUBLISHED)
+@each("name", PUBLISHED)
 def test_rows_of_the_published_shape_are_found_and_load(name: str, tmp_path: Path) -> None:
     file, rows, first = PUBLISHED[name]
     publish(tmp_path / "theirs" / file, rows)
@@ -190,7 +190,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@in_one_test("what", BROKEN)
+@each("what", BROKEN)
 def test_a_session_that_cannot_be_replayed_is_refused(what: str, tmp_path: Path) -> None:
     changed, told = BROKEN[what]
     rows = [{"trajectory_id": "a", "trajectory": TALK} | changed]
@@ -216,7 +216,7 @@ def test_a_users_own_copy_is_laid_out_and_measured(main: Main, tmp_path: Path) -
     assert f"(nvidia/SPEED-Bench@{COMMIT[:12]})" in Path("page.html").read_text()
 
 
-@in_one_test(
+@each(
     ("rows", "file", "told"),
     [
         (
@@ -475,7 +475,7 @@ HOSTILE: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@in_one_test("what", HOSTILE)
+@each("what", HOSTILE)
 def test_a_row_of_another_shape_is_one_line(what: str, main: Main, tmp_path: Path) -> None:
     name, changed, told = HOSTILE[what]
     file, rows, _ = PUBLISHED[name]
@@ -512,7 +512,7 @@ def test_the_style_is_recorded_and_a_difference_named(main: Main) -> None:
 # MRCR
 
 
-@in_one_test(
+@each(
     ("text", "answer", "value"),
     [("aB3needle", "needle", 1.0), ("aB3needs", "needs", 8 / 11), ("needle", "needle", 0.0), ("", None, 0.0)],
 )

@@ -17,7 +17,7 @@ from dflash_bench.core.types import Message
 from dflash_bench.models import chat
 from dflash_bench.tasks import prompts, rows
 from dflash_bench.tasks.conversations import MESSAGES
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.refusals import refusal
 
 
@@ -46,7 +46,7 @@ def test_own_prompts_come_in_three_forms(tmp_path: Path) -> None:
     assert len(prompts.load(path, limit=2).prompts) == 2
 
 
-@in_one_test(
+@each(
     ("row", "message"),
     [
         ({"text": "Hi"}, f"needs one of {', '.join(prompts.FORMS)}; has none"),
@@ -102,7 +102,7 @@ BENCHMARKS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
 }
 
 
-@in_one_test("name", BENCHMARKS)
+@each("name", BENCHMARKS)
 def test_files_of_other_benchmarks_are_read_as_they_are(name: str, tmp_path: Path) -> None:
     row, expected = BENCHMARKS[name]
     loaded = prompts.load(own(tmp_path, row))
@@ -148,8 +148,8 @@ NAMES = {
 }
 
 
-@in_one_test("key", ["id", "question_id", "task_id", "category"])
-@in_one_test("what", NAMES)
+@each("key", ["id", "question_id", "task_id", "category"])
+@each("what", NAMES)
 def test_a_name_that_cannot_be_shown_is_refused(key: str, what: str, tmp_path: Path) -> None:
     told = refusal(prompts.load, own(tmp_path, {"prompt": "Hi", key: NAMES[what]}))
     assert told.startswith(f"{tmp_path / 'mine.jsonl'} line 1: '{key}' ")
@@ -162,7 +162,7 @@ def test_markup_and_formulas_are_names_like_any_other(tmp_path: Path) -> None:
     assert [prompt.category for prompt in prompts.load(path).prompts] == names
 
 
-@in_one_test("key", ["prompt", "id", "category", "reference", "note"])
+@each("key", ["prompt", "id", "category", "reference", "note"])
 def test_half_a_character_is_refused_wherever_it_is(key: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text(json.dumps({"prompt": "Hi"} | {key: "a \ud83d b"}))

@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.tasks import conversations, prompts, scorers, suites
-from helpers.cases import in_one_test
+from helpers.each import each
 
 SPEC_BENCH = [
     {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Rewrite it."], "reference": []},
@@ -67,8 +67,8 @@ RIGHT: dict[str, tuple[Any, int, tuple[str, ...]]] = {
 }
 
 
-@in_one_test("key", KEYS)
-@in_one_test("what", RIGHT)
+@each("key", KEYS)
+@each("what", RIGHT)
 def test_right_answers_are_texts_or_numbers_under_either_key(what: str, key: str, tmp_path: Path) -> None:
     value, num_turns, right = RIGHT[what]
     path, row = own(tmp_path), {"turns": ["Hi"] * num_turns, key: value}
@@ -80,8 +80,8 @@ def test_right_answers_are_texts_or_numbers_under_either_key(what: str, key: str
     assert tuple(filter(None, (prompt.reference, *prompt.alternatives))) == right
 
 
-@in_one_test("key", KEYS)
-@in_one_test("value", [[["a", 1], ["b"]], [{"a": 1}], [[["a"]]], {"a": 1}, [None], [1, 2, {}], [[1], 2]])
+@each("key", KEYS)
+@each("value", [[["a", 1], ["b"]], [{"a": 1}], [[["a"]]], {"a": 1}, [None], [1, 2, {}], [[1], 2]])
 def test_what_is_no_right_answer_is_refused_where_answers_are_scored(value: Any, key: str, tmp_path: Path) -> None:
     path = own(tmp_path, {"turns": ["Hi"], key: value})
     assert prompts.load(path).prompts[0].reference is None
@@ -98,7 +98,7 @@ PLACEHOLDERS = [
 ]
 
 
-@in_one_test("text", PLACEHOLDERS)
+@each("text", PLACEHOLDERS)
 def test_a_placeholder_is_no_prompt(text: str, tmp_path: Path) -> None:
     talk = [{"role": "system", "content": text}, {"role": "user", "content": "Hi"}]
     for row in ({"prompt": text}, {"turns": ["Hi", text]}, {"messages": talk}):
@@ -109,7 +109,7 @@ def test_a_placeholder_is_no_prompt(text: str, tmp_path: Path) -> None:
 CODE = ['print(f"Q: {question}")', "Explain `{article}`", "x = {question: 1}", "Say {question} twice"]
 
 
-@in_one_test("text", CODE)
+@each("text", CODE)
 def test_code_with_braces_is_a_prompt(text: str, tmp_path: Path) -> None:
     assert prompts.load(own(tmp_path, {"prompt": text})).prompts[0].turns == (text,)
 
@@ -123,7 +123,7 @@ def test_a_placeholder_in_a_suites_rows_is_refused(tmp_path: Path) -> None:
         suites.load_prompts(suite, tmp_path)
 
 
-@in_one_test("text", ["\n" * 300_000, "{" * 300_000, "a " * 300_000, "{question" * 50_000])
+@each("text", ["\n" * 300_000, "{" * 300_000, "a " * 300_000, "{question" * 50_000])
 def test_looking_for_placeholders_takes_no_time(text: str) -> None:
     start = time.process_time()
     conversations.refuse_placeholder("here", text)

@@ -17,7 +17,7 @@ import pytest
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.sandbox import Isolation, ProgramLimits, ProgramOutcome
 from helpers import forked_supervisors
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.sandboxes import ASKED_BY_US, MARKER, RIGHT, SHORT, Box, num_processes, wait_until
 
 Patch = pytest.MonkeyPatch
@@ -88,7 +88,7 @@ def test_what_right_answers_use_is_there(box: Box) -> None:
     assert box.passes("\n".join(USED))
 
 
-@in_one_test(
+@each(
     "program",
     [
         "import os, tempfile\nwith tempfile.TemporaryDirectory() as folder:\n    path = os.path.join(folder, 'file')\n"
@@ -134,7 +134,7 @@ def test_what_atexit_raises_comes_too_late_to_matter(box: Box) -> None:
 # ---- programs that are wrong -----------------------------------------------------------------------------
 
 
-@in_one_test(
+@each(
     ("program", "reason"),
     [
         ("print('passed')\nassert 1 + 1 == 3, 'sum'", "exit status 1: AssertionError: sum"),
@@ -183,7 +183,7 @@ PATIENT = "\nimport time\nwhile True: time.sleep(1)"
 TOO_MUCH = "No space left on device|Permission denied|Operation not permitted"
 
 
-@in_one_test(
+@each(
     "greed",
     [
         "for n in range(1000): open(str(n), 'w').close()",
@@ -216,7 +216,7 @@ def test_nothing_is_left_on_disk(content: str, tmp_path: Path, monkeypatch: Patc
 # ---- supervisors that break down -----------------------------------------------------------------------------
 
 
-@in_one_test(
+@each(
     ("script", "reason"),
     [
         ("raise SystemExit('no room')", "no room"),
@@ -306,8 +306,8 @@ def test_restrictions_that_are_missing_are_noticed(monkeypatch: Patch) -> None:
         assert not sandbox.holds(Isolation(seccomp=True, as_nobody=box.isolation.as_nobody))
 
 
-@in_one_test("version", range(1, 7))
-@in_one_test("box", [box for box in ASKED_BY_US if not box.isolation.namespaces])
+@each("version", range(1, 7))
+@pytest.mark.parametrize("box", [box for box in ASKED_BY_US if not box.isolation.namespaces], ids=str)
 def test_an_older_landlock_holds_with_the_filter(version: int, box: Box, monkeypatch: Patch) -> None:
     """It knows fewer rights; emptying a file that may be read, for one, is not among the first."""
     older = (

@@ -19,7 +19,7 @@ from dflash_bench.tasks.sandbox import UNSAFE, ProgramLimits, strongest
 from dflash_bench.tasks.scorers import check_references, code, formulas, score
 from dflash_bench.tasks.scorers.base import Score
 from helpers import forked_supervisors
-from helpers.cases import in_one_test
+from helpers.each import each
 
 
 def prompt(reference: str | None = None, row: Mapping[str, Any] | None = None) -> Prompt:
@@ -125,7 +125,7 @@ ANSWERS = {
 }
 
 
-@in_one_test(("text", "right"), ANSWERS.values())
+@each(("text", "right"), ANSWERS.values())
 def test_humaneval_answers_are_run_against_their_tests(text: str, right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "subprocess", forked_supervisors.SUBPROCESS)
     assert score("humaneval", HUMANEVAL, text, CAGE).passed is right
@@ -145,7 +145,7 @@ MBPP = prompt(
 )
 
 
-@in_one_test(
+@each(
     ("text", "right"),
     [
         ("```python\ndef double(x):\n    return 2 * x\n```", True),
@@ -237,7 +237,7 @@ def test_every_solution_of_mbpp_is_right(monkeypatch: pytest.MonkeyPatch) -> Non
         assert score("mbpp", prompt(row=row), f"```python\n{row['code']}\n```", CAGE).passed, row["task_id"]
 
 
-@in_one_test(
+@each(
     ("text", "letter"),
     [
         ("So it is B", "B"),
@@ -279,7 +279,7 @@ THOUGHTS = [
 ]
 
 
-@in_one_test(("name", "asked", "thinking", "answer", "right"), THOUGHTS)
+@each(("name", "asked", "thinking", "answer", "right"), THOUGHTS)
 def test_the_answer_alone_is_scored(name: str, asked: Prompt, thinking: str, answer: str, right: bool) -> None:
     assert score(name, asked, f"<think>{thinking}</think>\n\n{answer}").passed is right
     # Where marks are not in the text, it is known how much of it is thinking.

@@ -13,7 +13,7 @@ from dflash_bench.tasks.sandbox import UNSAFE, ProgramLimits, strongest
 from dflash_bench.tasks.scorers import code as code_scorers
 from dflash_bench.tasks.scorers import score
 from helpers import forked_supervisors
-from helpers.cases import in_one_test
+from helpers.each import each
 
 CAGE = strongest() or UNSAFE
 STUB = (
@@ -260,11 +260,11 @@ def passed(name: str, row: Mapping[str, Any], text: str) -> bool | None:
     return score(name, Prompt("suite", "0", ("question",), row=row), text, CAGE).passed
 
 
-@in_one_test(("text", "right"), HUMANEVAL.values())
+@each(("text", "right"), HUMANEVAL.values())
 def test_humaneval_finds_the_code_in_every_shape_and_no_wrong_code_passes(text: str, right: bool) -> None:
     assert passed("humaneval", HUMANEVAL_ROW, text) is right
 
 
-@in_one_test(("text", "right"), MBPP.values())
+@each(("text", "right"), MBPP.values())
 def test_mbpp_finds_the_code_in_every_shape_and_no_wrong_code_passes(text: str, right: bool) -> None:
     assert passed("mbpp", MBPP_ROW, text) is right

@@ -6,7 +6,7 @@ import pytest
 
 from dflash_bench.core.types import Prompt
 from dflash_bench.tasks.scorers import score
-from helpers.cases import in_one_test
+from helpers.each import each
 
 pytest.importorskip("math_verify")
 
@@ -220,7 +220,7 @@ PAIRS = [
 ]
 
 
-@in_one_test(("reference", "text", "right"), PAIRS)
+@each(("reference", "text", "right"), PAIRS)
 def test_a_formula_is_right_in_every_shape_and_a_wrong_one_in_none(reference: str, text: str, right: bool) -> None:
     prompt = Prompt("suite", "0", ("question",), reference=reference)
     assert score("math", prompt, text).passed is right

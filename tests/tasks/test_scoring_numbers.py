@@ -7,7 +7,7 @@ import pytest
 from dflash_bench.core.types import Prompt
 from dflash_bench.tasks.scorers import score
 from dflash_bench.tasks.scorers.base import Score
-from helpers.cases import in_one_test
+from helpers.each import each
 
 GSM8K = [
     # reference, text, passed
@@ -269,17 +269,17 @@ def scored(name: str, reference: str, text: str) -> Score:
     return score(name, Prompt("suite", "0", ("question",), reference=reference), text)
 
 
-@in_one_test(("reference", "text", "right"), GSM8K)
+@each(("reference", "text", "right"), GSM8K)
 def test_gsm8k_reads_a_number_in_every_shape_and_nothing_else(reference: str, text: str, right: bool) -> None:
     assert scored("gsm8k_number", reference, text).passed is right
 
 
-@in_one_test(("reference", "text", "right"), AIME)
+@each(("reference", "text", "right"), AIME)
 def test_aime_reads_an_integer_in_every_shape_and_nothing_else(reference: str, text: str, right: bool) -> None:
     assert scored("aime_integer", reference, text).passed is right
 
 
-@in_one_test(
+@each(
     ("text", "answer"),
     [
         (r"\boxed{2\frac{1}{2}}", "5/2"),

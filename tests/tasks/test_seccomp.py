@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dflash_bench.tasks.isolation import restrictions
-from helpers.cases import in_one_test
+from helpers.each import each
 
 PID = 4321
 MACHINES = {"x86_64": (0xC000003E, restrictions.X86_64), "aarch64": (0xC00000B7, restrictions.AARCH64)}
@@ -49,8 +49,8 @@ def test_what_is_listed_is_allowed_and_nothing_else(machine: str) -> None:
             assert verdict(machine, number) == (ENOSYS if number == 435 or number > 450 else EPERM)
 
 
-@in_one_test("machine", MACHINES)
-@in_one_test(
+@each("machine", MACHINES)
+@each(
     ("name", "good", "bad"),
     [
         ("clone", [(0x3D0F00,), (0x10900,)], [(17,), (0x4111,), (0x900,), (0x103D0F00,), (0x3F0F00,), (0x3D2F00,)]),

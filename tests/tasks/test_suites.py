@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from dflash_bench.core.types import Message, Prompt
 from dflash_bench.tasks import suites
 from dflash_bench.tasks.suites import Suite
-from helpers.cases import in_one_test
+from helpers.each import each
 from helpers.refusals import names, refusal
 
 TOY = Suite(
@@ -248,7 +248,7 @@ def test_the_hash_of_a_prompt_covers_its_opening_and_turns_only() -> None:
 GOOD = lines(ROWS[0])
 
 
-@in_one_test(
+@each(
     ("text", "place", "named"),
     [
         (GOOD + lines({"key": 1, "hints": []}), "{path} line 2: ", "'question' key, hints"),
@@ -310,7 +310,7 @@ def test_an_unknown_name_lists_suites_and_groups() -> None:
     assert "'gsm8'" in told and "'gsm8k'" in told and told.endswith(f": {known}")
 
 
-@in_one_test("suite", suites.known_suites().values())
+@each("suite", suites.known_suites().values())
 def test_a_shipped_suite_is_pinned_and_uses_only_columns_it_requires(suite: Suite) -> None:
     templates = [*suite.turns, *suite.verbatim, suite.reference or ""]
     fields = {field for text in templates for _, field, _, _ in string.Formatter().parse(text) if field}
@@ -359,7 +359,7 @@ def test_the_multilingual_suite_is_balanced_and_shipped_whole() -> None:
     assert {prompt.slices["language"] for prompt in drawn} == {language for language, _ in places}
 
 
-@in_one_test("prompt", suites.load_prompts(suites.known_suites()["multilingual"]).prompts)
+@each("prompt", suites.load_prompts(suites.known_suites()["multilingual"]).prompts)
 def test_a_prompt_is_in_the_script_of_its_language(prompt: Prompt) -> None:
     (text,) = prompt.turns
     script = SCRIPTS.get(prompt.slices["language"], "LATIN")

@@ -21,7 +21,7 @@ from dflash_bench.training.medusa import MedusaObjective
 from dflash_bench.training.prepare import device_of
 from dflash_bench.training.trainer import Objective
 from helpers import tiny
-from helpers.cases import in_one_test
+from helpers.each import each
 
 FACTORIES = (torch.arange, torch.full, torch.zeros, torch.ones, torch.empty, torch.tensor, torch.eye)
 LENGTH = 24
@@ -97,7 +97,7 @@ def test_a_step_on_a_gpu(make: Callable[[], Objective]) -> None:
     assert objective.loss([0, 1], 1).isfinite()
 
 
-@in_one_test("device", ["gpu", "cpu:1", "cuda:x", "cuda:99"])
+@each("device", ["gpu", "cpu:1", "cuda:x", "cuda:99"])
 def test_a_device_that_is_not_there_is_refused(device: str) -> None:
     with pytest.raises(UserError, match=r"device|GPUs"):
         device_of(device)

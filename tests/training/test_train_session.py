@@ -29,7 +29,7 @@ from dflash_bench.training.cards import Acceptance, acceptance_of
 from dflash_bench.training.config import BLOCKS, TrainRequest, check
 from dflash_bench.training.data import stored
 from helpers import tiny
-from helpers.cases import in_one_test
+from helpers.each import each
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def test_two_drafts_share_their_answers(target: Path, trained: Path) -> None:
     assert before == {path: path.stat().st_mtime_ns for path in (trained / "work" / "answers").iterdir()}
 
 
-@in_one_test(
+@each(
     ("changes", "said"),
     [
         ({"slim": True}, "--slim needs --draft-vocab"),
