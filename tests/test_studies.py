@@ -108,7 +108,7 @@ def test_advice_is_chosen_by_the_figures_alone() -> None:
     assert "train it more first" in hopeless
 
 
-# What all studies share, tried with one that counts how often it measures.
+# The framework of studies, tested with a study that counts its measurements.
 
 
 @pytest.fixture

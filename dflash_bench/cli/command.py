@@ -186,7 +186,7 @@ def _words(where: str, flag: str, param: TyperOption, value: object) -> list[str
     texts = [one if isinstance(one, str) else repr(one) for one in values]
     if param.multiple:
         return [f"{flag}={text}" for text in texts]
-    # As in help, N[,N...].
+    # The form that help shows: N[,N...].
     if len(texts) > 1 and "[," not in (param.metavar or ""):
         raise UserError(f"{where} takes one value, not {len(texts)}")
     return [f"{flag}={','.join(texts)}"]

@@ -274,7 +274,7 @@ def edited_copy(draft: Path, edit: Mapping[str, Any], folder: Path) -> Path:
     return folder
 
 
-# What a server is asked
+# Requests to a server
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,7 +233,7 @@ def _answers(stored: StoredRows) -> Iterator[tuple[CellKey, Any, Any, Any, Any]]
             yield key, drafted, drafted if verified is None else verified, accepted, ranks
 
 
-# What reports show.
+# Reports.
 
 
 LEGEND = (

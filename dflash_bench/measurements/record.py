@@ -215,7 +215,7 @@ def _cuts(cell: ReplayCell) -> Iterator[CutPoint]:
         )
 
 
-# What reports show.
+# Reports.
 
 
 SAID = "said = mean confidence of drafted tokens whose predecessors are right; right = the share of them accepted."

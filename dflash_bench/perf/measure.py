@@ -118,7 +118,7 @@ def read_bandwidth(device: torch.device, at_least: int = 0) -> float:
     wanted = max(READ_LEAST, 2 * (environment.cache_bytes() or 0), at_least)
     free = environment.free_bytes()
     num_bytes = min(wanted, READ_MOST, wanted if free is None else max(READ_LEAST, free // READ_SPARE))
-    # By numpy, which requests huge pages: filling small pages takes seconds.
+    # numpy requests huge pages: filling small pages takes seconds.
     values = torch.from_numpy(np.ones(num_bytes // 4, dtype=np.float32))
     pieces = values.split(READ_PIECE // 4)
     return num_bytes / sum(_quickest_s([piece.sum for piece in pieces], device))

@@ -120,7 +120,7 @@ def markdown(section: Section, level: int = 2) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-# As LaTeX, for a paper.
+# LaTeX, for a paper.
 
 
 LATEX_SPECIAL = {
@@ -200,7 +200,7 @@ def latex_escaped(text: str) -> str:
     return "".join(LATEX_SPECIAL.get(letter, letter) for letter in visible(text))
 
 
-# As CSV, for programs.
+# CSV, for programs.
 
 
 def csv_text(table: ReportTable) -> str:
@@ -249,7 +249,7 @@ def _field(value: Any) -> Any:
     return value
 
 
-# As HTML. Everything from a run is hostile: the templates escape all text that they are given.
+# HTML. Everything from a run is hostile: the templates escape all text that they are given.
 
 
 def template(name: str, values: Mapping[str, Any]) -> str:

@@ -334,7 +334,7 @@ def _and(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
-# What a longer context does to each method: a table by suite, method and context.
+# The effect of a longer context on each method: a table by suite, method and context.
 
 
 CONTEXT_LEGEND = (

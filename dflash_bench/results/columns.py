@@ -20,7 +20,7 @@ STORED: tuple[Source, ...] = ("answer", "generation", "settings", "divergence", 
 
 
 class Use(Flag):
-    """What readers do with a column beside checking it."""
+    """Uses of a column besides checking it."""
 
     CHECKED = 0
     FRAME = 1
@@ -167,7 +167,7 @@ COLUMNS: Mapping[str, RowColumn] = {
     column.name: column
     for column in (*_STORED, *(_measured(name, kind) for name, kind in measurement.columns().items()))
 }
-"""By name, in the order of the files."""
+"""Columns by name, in the order of the files."""
 READ = tuple(name for name, column in COLUMNS.items() if column.is_read)
 """Columns that reading and checking a run needs."""
 

@@ -313,7 +313,7 @@ class MarkovObjective(CorrectedObjective):
         confidence = self._confidence()
         if confidence is None:
             return 0.0
-        # As in decoding, a slot counts if all slots before it were accepted.
+        # A slot counts if all slots before it were accepted, as in decoding.
         reached = valid & torch.cat([torch.ones_like(right[..., :1]), right[..., :-1].cumprod(dim=-1).bool()], dim=-1)
         rows = self._markov().markov_w1(before)
         said = confidence(torch.cat([hidden, rows], dim=-1)[reached].detach())

@@ -1,4 +1,4 @@
-"""What a longer context does to drafts: GSM8K's prompts behind others with their answers, for SmolLM2 and for nano."""
+"""Drafts in longer contexts: GSM8K's prompts after others with their answers, for SmolLM2 and nano."""
 
 from __future__ import annotations
 

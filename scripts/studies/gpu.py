@@ -1,4 +1,4 @@
-"""What rounds cost on this GPU, with passes captured as graphs and without: the shapes of Qwen3-4B, 8B and 30B-A3B.
+"""Costs of rounds on this GPU, with captured passes and without: the shapes of Qwen3-4B, 8B and 30B-A3B.
 
 Random weights in bfloat16, 1 to 32 rows, behind 1k and 4k tokens. Downloads no models. A shape that does not fit or
 takes too long is a line that says so.

@@ -1,4 +1,4 @@
-"""What part of a core the client needs for a thousand streams at a time, and whether it measures them rightly.
+"""The client's share of a core for a thousand concurrent streams, and whether it measures them correctly.
 
 A server that imitates vLLM runs in a process of its own, and sends a round of three tokens to each stream at even
 intervals. With shorter ones there are more pieces per second, until one side or the other cannot keep up: the time per

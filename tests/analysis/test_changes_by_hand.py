@@ -1,4 +1,4 @@
-"""What `compare`, sweeps and repeated runs print, worked out by hand from a few rows.
+"""Output of `compare`, sweeps and repeated runs, worked out by hand from a few rows.
 
 A plain step takes 10 ms, a round 20 ms and a prefill 20 ms, unless a row says otherwise.
 """

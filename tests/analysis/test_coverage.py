@@ -1,4 +1,4 @@
-"""What a table says of its intervals is what was simulated, and the page beside it shows the same shares."""
+"""A table's note on intervals matches the simulation, and the study's page shows the same shares."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_the_weights_of_a_step_are_its_bytes_at_the_measured_bandwidth() -> None
     assert own == pytest.approx(0.1) and shared != shared
 
 
-# What is better.
+# Which direction is better.
 
 
 LESS_IS_BETTER = {
@@ -289,7 +289,7 @@ def test_a_stretch_of_contexts_stands_at_its_geometric_middle() -> None:
 
 
 def test_confidence_is_held_to_the_tokens_that_a_round_came_to() -> None:
-    """Of 4 positions the first accepts 2 tokens, the third one: six tokens were tested, three of them are right."""
+    """The first of 4 positions accepts 2 tokens, the third 1: six tokens were tested, three of them are right."""
     scores = np.array([[0.9, 1.0], [0.6, 0.4], [0.95, 0.25], [0.15, 0.5]])
     twos = np.array([2, 2])
     answer = StoredAnswer(

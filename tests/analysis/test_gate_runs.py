@@ -225,7 +225,7 @@ def _slower(checked: tuple[int, str, str]) -> Any:
     return checked[0], made[0]["failed"], made[0]["found"], made[0]["run_noise_source"]
 
 
-# What no run may lose
+# Losses that fail any run
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_without_a_clock_each_run_is_judged_by_itself(name: str, told: set[str],
 
 @pytest.mark.parametrize("num_runs", [1, 2])
 def test_accuracy_that_is_surely_lost_at_temperature_1_fails(num_runs: int, tmp_path: Path, main: Main) -> None:
-    """Of 15 answers the 10 right ones are lost, none is gained: by chance that is one in 512, times five figures."""
+    """All 10 right answers of 15 are lost, none is gained: by chance that is one in 512, times five figures."""
     names = [f"worse{n}" for n in range(num_runs)]
     for n, name in enumerate(names):
         stored(tmp_path / name, changed(answers(seed=n), first=15, passed=False), temperature=1.0)

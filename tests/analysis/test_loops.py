@@ -43,7 +43,7 @@ LOOPS = {
 
 
 def words(text: str) -> list[int]:
-    """As tokens: pieces of at most three letters."""
+    """Split a text into tokens of at most three letters."""
     return [hash(text[at : at + 3]) for at in range(0, len(text), 3)]
 
 
@@ -140,7 +140,7 @@ def test_each_suite_has_its_own_and_nothing_left_is_said() -> None:
 
 
 def test_a_method_that_loops_alone_is_left_out_on_both_sides() -> None:
-    """As when tokens are drawn."""
+    """Set up sampling."""
     drawn = [row if row.method == "ar" else looping([row], ["p0"])[0] for row in ROWS]
     (finding,) = findings_of(drawn)
     assert "plain 0 of 8; dflash 1 of 8, " in finding.text and "al.pooled" in finding.text

@@ -31,7 +31,7 @@ def cells_of(records: list[Answer]) -> list[Cell]:
 
 
 def figure(figure_id: str, records: list[Answer]) -> float | None:
-    """Of the one cell that is no baseline, or of the baseline alone."""
+    """Figures of the only drafting cell, or of the baseline alone."""
     return cells_of(records)[-1].value(figure_id)
 
 
@@ -127,7 +127,7 @@ def test_speedup_is_plain_seconds_per_token_over_own() -> None:
 
 
 def test_the_geometric_mean_counts_each_prompt_once() -> None:
-    # By prompt: 10 tokens in 40 ms is 2.5 times plain; 6 in 80 ms is 0.75 times plain.
+    # Per prompt: 10 tokens in 40 ms is 2.5 times plain; 6 in 80 ms is 0.75 times plain.
     expected = (2.5 * 0.75) ** 0.5
     assert figure("speedup.decode.geometric", UNEVEN) == pytest.approx(expected)
 
@@ -278,7 +278,7 @@ def test_near_ties_are_counted_and_are_not_exact() -> None:
 
 @each("by", table.SLICES)
 def test_a_run_read_from_disk_is_the_frame_of_its_records(tmp_path: Path, by: str) -> None:
-    """Of one token, of none, and of hidden rounds there are too."""
+    """Answers of one token, of none, and with hidden rounds also exist."""
     verdict: dict[str, Any] = {"exactness": "near_tie", "divergence": Divergence(0, 0.0, 0.1)}
     single = record("dflash", "b", generation([], token_ids=(5,), drafted=(), emitted=(), round_s=()), **verdict)
     empty = record("dflash", "c", generation([], token_ids=(), drafted=(), emitted=(), round_s=()))

@@ -80,7 +80,7 @@ def test_the_two_parts_add_up_and_their_degrees_of_freedom_are_satterthwaites() 
 
 
 def test_more_runs_make_the_part_of_prompts_smaller_too() -> None:
-    """What an answer's seconds vary by from run to run is averaged; what the prompts differ by is not."""
+    """Variation of an answer's seconds between runs is averaged; variation between prompts is not."""
     rng = np.random.default_rng(3)
     lengths = np.ones((8, 200))
     runs = np.stack([lengths * rng.lognormal(0, 0.1, lengths.shape), lengths], axis=-1)

@@ -13,7 +13,7 @@ from studies import intervals as simulation
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "results" / "exactness" / "intervals.md").read_text(encoding="utf-8")
 Table = dict[str, dict[str, float]]
-"""By row and column, shares."""
+"""Shares by row and column."""
 
 
 def tables() -> list[Table]:
@@ -63,7 +63,7 @@ def test_runs_that_are_repeated_show_the_noise_between_them_and_one_run_does_not
     for held in (OVER_THREE, OVER_FIVE):
         assert min(held["even lengths"].values()) >= 0.95
         assert min(held["heavy-tailed lengths"].values()) >= 0.95
-        # As over one run, which narrower intervals cost up to 2 points.
+        # The same as over one run; narrower intervals cost up to 2 points there.
         assert min(min(shares.values()) for shares in held.values()) >= 0.85
 
 

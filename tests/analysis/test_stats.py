@@ -137,7 +137,7 @@ def test_prompts_that_weigh_the_same_have_students_interval_and_skewed_ones_a_wi
 
 
 def test_a_long_answer_that_pulls_the_ratio_to_itself_is_seen_when_it_is_left_out() -> None:
-    """By linearisation it is ordinary: the ratio is nearly its own."""
+    """The linearised answer is ordinary: its ratio is nearly its own."""
     tops, bottoms = np.array([2.0] * 9 + [300.0]), np.array([1.0] * 9 + [100.0])
     columns = np.column_stack([tops, bottoms])
     statistic = stats.ratio([0], [1])

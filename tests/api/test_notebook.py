@@ -15,7 +15,7 @@ import dflash_bench
 PATH = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists()) / "docs/python.ipynb"
 STORED = json.loads(PATH.read_text(encoding="utf-8"))
 TIMES = ("speedup.decode", "prefill_s", "decode_s")
-"""What stands in a line, or in the source of a cell, whose numbers are times."""
+"""Marks of a line, or of a cell's source, whose numbers are times."""
 
 
 def code(notebook: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What other packages add by entry points: a drafter, a scorer and a dialect, and what is said of broken ones.
+"""Plug-ins of other packages by entry points: a drafter, a scorer and a dialect; errors of broken plug-ins.
 
 Each is a package in a folder on the path: its module, and the metadata that an installed one has.
 """
@@ -77,7 +77,7 @@ mine = replace(
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """As pip would: files of a module, and the entry points that its metadata names."""
+    """Install a module like pip: its files, and the entry points that its metadata names."""
     site = tmp_path / "site"
     monkeypatch.syspath_prepend(site)
     before = set(sys.modules)
@@ -191,7 +191,7 @@ def test_a_dialect_of_another_package_has_its_own_rule_words_and_remedies(
     (finding,) = (one for one in hidden.findings if one.kind == "uncounted")
     assert (finding.remedy, finding.remedy_code) == ("start mine with --count-rounds", "mine")
     assert main("check", out)[0] == 0
-    # What the rule does not allow, and what no rule is known for, are refused when the run is read.
+    # Counts that break the rule, or have no known rule, are refused when the run is read.
     totals = "its totals of rounds are not those"
     for forged, why in (({"total_rounds": 99}, totals), ({"counted_by": "mine.guess"}, UNKNOWN_RULE)):
         copy = shutil.copytree(out, tmp_path / "-".join(forged))

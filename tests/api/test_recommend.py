@@ -28,7 +28,7 @@ WORDS = ("recommend", "--suite", "gsm8k", "--limit", "16", "--method", "dflash:7
 
 
 def faster(times: float) -> Callable[[Generation], Generation]:
-    """By how much, give or take what follows from the text: no interval is a point."""
+    """Magnitudes, apart from what follows from the text: no interval is a point."""
     return lambda answer: in_time(answer, answer.decode_s / times * (1 + 0.002 * (len(answer.text) % 7)))
 
 

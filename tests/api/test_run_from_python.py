@@ -46,7 +46,7 @@ def test_a_run_is_measured_and_nothing_is_printed(
         out=tmp_path / "run",
         resume=True,
     )
-    # What a pass costs is measured again, and findings about it, with their badges, may change.
+    # The cost of a pass is measured again, so findings about it, with their badges, may change.
     of_answers = ["prompt_id", "method", "text", "decode_s", "exactness", "audit"]
     assert again.answers[of_answers].equals(run.answers[of_answers])
 

@@ -60,7 +60,7 @@ def gsm8k(folder: Path, number: int) -> Path:
     return folder
 
 
-# What is loaded, and listed
+# Loading and listing
 
 
 @each("command", ["--help", "run --help", "suites", "methods", "methods dflash", "models", "--version"])
@@ -274,7 +274,7 @@ def test_any_target_with_any_draft_in_the_mode_that_was_asked_for(
     assert (identity["settings"][0]["thinking"], "other_mode" in found) == (False, False)
     found, identity = kinds("--model", "mine", "--thinking", "on", "--attention", "eager", "--out", "on")
     assert (identity["settings"][0]["thinking"], identity["attention"], "other_mode" in found) == (True, "eager", True)
-    # Of a draft in the preset's place nothing is known.
+    # Nothing is known about a draft that replaces the preset's.
     found, identity = kinds(
         "--model", "mine", "--thinking", "on", "--draft", f"dflash={model / 'dflash'}", "--out", "own"
     )

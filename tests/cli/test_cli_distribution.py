@@ -64,7 +64,7 @@ def test_the_verdict_is_said_in_words_and_by_the_exit_status(
     assert stored["draws"] == drawn.num_answers and stored["settings"]["top_k"] == 7
     assert {test["kind"] for test in stored["tests"]} == {"likelihood", "leaning", "rank", "by_id", "pairs"}
     assert (stored["verdicts"][0]["state"] == "as the model") == (status == 0)
-    # What the screen says is found of the whole is the JSON's, too.
+    # The smallest error found overall is the same on the screen and in the JSON.
     finds = {test["kind"]: test["finds"] for test in stored["tests"] if test["view"] == "all tokens"}
     assert f"log p off by {finds['likelihood']:.3f}, draft off by {finds['leaning']:.3f}" in out
 

@@ -89,7 +89,7 @@ def spoiled(content: bytes, pieces: list[tuple[float, int, bytes]]) -> bytes:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Of each reader a folder with everything whole, and the bytes that are damaged."""
+    """For each reader, an intact folder and the bytes that are damaged."""
     made: dict[str, tuple[Path, bytes]] = {}
 
     def get(kind: str) -> tuple[Path, bytes]:
@@ -104,7 +104,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """What libraries say of it is not the point here."""
+    """Warnings of libraries are irrelevant here."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)

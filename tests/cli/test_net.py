@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-# What is no bug of ours.
+# Failures from outside.
 
 MEMORY = {
     "Python's own": MemoryError(),
@@ -134,7 +134,7 @@ def test_a_shell_that_allows_little_memory_is_told_so(
         assert "memory" in done.stderr or "map segment" in done.stderr
 
 
-# What libraries say.
+# Output of libraries.
 
 
 def test_what_libraries_log_and_warn_of_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -339,7 +339,7 @@ def outcome(words: list[str], shell: str = "") -> tuple[int, str]:
 
 
 def test_a_reader_who_goes_away_changes_no_verdict(run: Path) -> None:
-    """Of a model that is not on this disk, so that no tokenizer need be loaded."""
+    """A run of a model that is not on this disk, so that no tokenizer is loaded."""
     rows = runs.answers(4)
     for name, stored in (("sound", rows), ("wrong", runs.changed(rows, exactness="mismatch", first=1))):
         runs.stored(run.parent / name, stored, model="absent")

@@ -92,7 +92,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "workers": (2, 2),
     "ray_address": ("10.0.0.1:6379", "10.0.0.1:6379"),
 }
-"""Of each option what a file says of it, and what the request then holds."""
+"""For each option, its value in a file and the request's value."""
 
 
 def value_of(name: str) -> Any:
@@ -122,7 +122,7 @@ def words(name: str) -> list[str]:
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: Main) -> Callable[..., RunRequest]:
-    """What `run`, or another command, makes of these words."""
+    """The request that `run`, or another command, parses from these words."""
     monkeypatch.chdir(tmp_path)
     requests: list[Any] = []
 
@@ -241,7 +241,7 @@ def test_each_command_has_a_file_of_its_own_options(tmp_path: Path, main: Main) 
         assert_refused(main(command, "--config", "file.toml"), "file.toml", "'seed'")
 
 
-# What an option needs
+# Conditions of options
 
 
 @each("name", [name for name, spec in options_of(RunRequest).items() if spec.needs])

@@ -1,4 +1,4 @@
-"""What a suite is called: with where its prompts came from for people, bare with a field beside it for programs."""
+"""Names of suites: with the source of the prompts for people, bare with a separate field for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user may type for a method, and the one label that its results are filed under."""
+"""Spellings of methods that a user may type, and the one label of their results."""
 
 from __future__ import annotations
 

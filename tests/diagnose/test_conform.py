@@ -49,7 +49,7 @@ def published(case: GoldenCase) -> list[DecodedPrompt]:
 
 
 def decoded(case: GoldenCase, reading: WrongReading | None = None, asked: Sequence[AskedPrompt] = ()) -> Any:
-    """What our engine decodes, read wrongly if told so."""
+    """Rounds of our engine, with a misreading if asked."""
     subject = CaseSubject.load(case, "cpu")
     target = target_of(subject.models.target, "native", "torch")
     prompts = [one.prompt for one in asked] or case.prompts
@@ -205,7 +205,7 @@ def test_a_fault_is_named_in_words(main: Main, planted: Callable[..., None]) -> 
 
 
 def details_of(case: GoldenCase, forward: str) -> Conformance:
-    """Of a case whose rounds are taken for equal."""
+    """Rounds of a case that are taken for equal."""
     subject = CaseSubject.load(case, "cpu")
     target = target_of(subject.models.target, FORWARDS[forward].engine, FORWARDS[forward].kernels)
     checked = conform._Checked(subject, FORWARDS[forward], quiet)
@@ -429,7 +429,7 @@ def test_a_server_that_norms_the_keys_of_all_layers_by_the_first_is_named(main: 
 
 
 def test_a_misreading_that_cannot_be_tried_is_known_by_its_figure(main: Main) -> None:
-    """As many drafts are accepted as the publisher's code accepts with it."""
+    """The engine accepts as many drafts as the publisher's code does with it."""
     case = read_case(DOMINO)
     reading = next(one for one in case.readings if one.name == "correction left out")
     assert not reading.can_be_tried

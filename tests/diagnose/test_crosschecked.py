@@ -1,4 +1,4 @@
-"""What a comparison of a server with our engine comes to, and which causes are named, on made-up counts."""
+"""Verdicts of comparing a server with our engine, and the causes named, for made-up counts."""
 
 from __future__ import annotations
 

@@ -38,20 +38,20 @@ def examined(method: str, draft: Path | None = None, **changes: Any) -> Diagnosi
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_kept() -> Iterator[None]:
-    """Of what the target said: no other file asks the same."""
+    """Drop the target's kept output: no other file asks the same."""
     yield
     cached_target.KNOWN.clear()
 
 
 @pytest.fixture
 def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the target, what it says is kept, and not computed again for every draft that is tried."""
+    """The target's output is kept, and not computed again for every draft that is tried."""
     monkeypatch.setattr(doctor, "measure_acceptance", cached_target.accepted)
 
 
 @pytest.mark.parametrize("method", ["dflash", "eagle3"])
 def test_a_target_that_is_read_once_accepts_as_the_real_one(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every probe, on every prompt, every round."""
+    """Every round of every probe on every prompt."""
     real = doctor.measure_acceptance
     seen: list[bool] = []
 
@@ -176,7 +176,7 @@ def test_a_draft_below_its_card_is_named(tmp_path: Path) -> None:
         examined("dflash", tmp_path / "draft")
 
 
-# What is judged.
+# Judged answers.
 
 
 def change(name: str, kind: str = "kind") -> DraftChange:

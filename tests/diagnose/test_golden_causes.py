@@ -1,4 +1,4 @@
-"""What doctor and crosscheck try on golden drafts: a cause gives what the publisher's code gives under that misreading.
+"""Causes tried by doctor and crosscheck on golden drafts give what the publisher's code gives with that misreading.
 
 Where a checkpoint lost what the cause names, the change brings the publisher's own rounds back.
 """
@@ -54,7 +54,7 @@ def tried(draft: Any, target: Target, num_drafts: int) -> dict[str, Any]:
 
 
 def accepted(case: GoldenCase, target: Target, drafter: Drafter) -> float | None:
-    """As the publisher's loop counts, with the round behind the last token where it makes one."""
+    """Counts of the publisher's loop, including its round after the last token, if it makes one."""
     longer = [replace(one, max_new_tokens=one.max_new_tokens + case.num_drafts + 2) for one in case.prompts]
     decoded = decode_prompts(target, drafter, longer if case.overruns else case.prompts)
     kept = [

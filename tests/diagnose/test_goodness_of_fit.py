@@ -158,7 +158,7 @@ def test_holm_counts_the_tests_of_all_methods() -> None:
 
 
 def test_the_least_difference_that_is_found_is_found_nearly_always() -> None:
-    """By hand: z of 5e-4 on one side is 3.2905, of 0.01 2.3263; a share is found from 4.4 / sqrt(2 n) on."""
+    """z of 5e-4 on one side is 3.2905, of 0.01 2.3263; a share is found from 4.4 / sqrt(2 n) on."""
     score = FitTest("dflash", "all tokens", "leaning", 400, 0, 0.5, 0.5, 1.0, 0.02)
     assert least_found(score, 1e-3) == pytest.approx(0.02 * (3.2905 + 2.3263), rel=1e-4)
     shares = FitTest("dflash", "all tokens", "rank", 5000, 0, 0.01, 0.01, 1.0, 0.0)
@@ -177,7 +177,7 @@ def test_the_least_difference_that_is_found_is_found_nearly_always() -> None:
 
 @each("share", [0.02, 0.3, 0.9])
 def test_the_tail_of_a_skew_sum_is_the_exact_one(share: float) -> None:
-    """Of a binomial number, far out on both sides, where a normal distribution is off by orders of magnitude."""
+    """Binomial tails far out on both sides, where a normal distribution is off by orders of magnitude."""
     number = 400
     moments = np.full(number, share * (1 - share)), np.full(number, share * (1 - share) * (1 - 2 * share))
     for count in (int(binom.ppf(1e-5, number, share)) - 1, int(binom.isf(1e-5, number, share)) + 1):

@@ -40,7 +40,7 @@ from helpers.serving import Said, chats, checked, decoded, engine, names, server
 
 Emulated = tuple[int, list[Any]] | None
 EMULATED: dict[tuple[str, str, str], Emulated] = {}
-"""What our engine gives under a cause does not depend on the server, and is decoded once for all tests."""
+"""Our engine's output under a cause does not depend on the server, and is decoded once for all tests."""
 
 
 @dataclass
@@ -258,7 +258,7 @@ def test_a_server_that_norms_by_the_first_layer(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_server_that_norms_by_the_targets_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of nano's own draft that changes hardly anything, so the draft here has an odd norm."""
+    """nano's own draft hardly changes, so the draft here has an odd norm."""
     hypotheses = conform_server.hypotheses
     monkeypatch.setattr(
         conform_server, "hypotheses", lambda side: [e for e in hypotheses(side) if "norm" in e.cause.name]

@@ -48,7 +48,7 @@ NUM_DRAWS, LENGTH = 256, 15
 
 
 class TableModel:
-    """What a published model is asked, answered from the table: no cache, and no loop."""
+    """A published model that answers from the table: no cache, and no loop."""
 
     def __init__(self, table: TableTarget) -> None:
         self.table = table
@@ -100,7 +100,7 @@ class Near:
         return Draft(torch.cat(tokens, 1), probs=torch.cat(probs, 1) if probs[0] is not None else None)  # type: ignore[arg-type]
 
     def tree(self, states: torch.Tensor, places: torch.Tensor) -> Draft:
-        """Of each node's children the best tokens, as many as it has."""
+        """The best tokens for each node's children, as many as it has."""
         tokens, ways = [], {-1: (states, places)}
         for node, parent in enumerate(TREE_PARENTS):
             states, places = ways[parent]
@@ -208,7 +208,7 @@ def test_a_mistake_that_top_p_hides_is_found_out_where_top_p_leaves_little(monke
     assert state(REJECTION, low) == "differs"
 
 
-# What is done to drafts.
+# Changes to drafts.
 
 
 class Listed(Near):
@@ -331,7 +331,7 @@ def test_of_a_tree_the_bonus_stands_behind_a_leaf() -> None:
             assert spot.is_bonus == (spot.depth > 0 and not spot.favourites and not spot.is_forced)
 
 
-# What the published model says of the tokens.
+# The published model's probabilities of the tokens.
 
 
 @pytest.mark.parametrize("settings", [Settings(0.8), Settings(1.5, 6, 0.8, 0.05, 1.4)])
@@ -399,8 +399,7 @@ def test_where_rounding_decides_what_the_filters_leave_nothing_is_tested(setting
 
 
 def test_ranks_ids_and_moments_are_those_of_the_distribution() -> None:
-    """By drawing from it: uniform places, and scores with the mean, the variance and the third moment they are said to
-    have."""
+    """Draw from it and check: uniform places, and scores with the stated mean, variance and third moment."""
     p = torch.tensor([0.1, 0.0, 0.4, 0.2, 0.3], dtype=torch.float64)
     tokens = torch.multinomial(p, 200_000, replacement=True, generator=torch.Generator().manual_seed(0))
     number = len(tokens)

@@ -11,7 +11,7 @@ from helpers.faults.matrix import Part, Way
 from helpers.faults.outside_engine import AROUND, Around
 
 FEW = Part(most=12, suites=matrix.SUITES[:1], methods=("dflash",))
-"""What is around the engine is the same for every suite and method, which the study takes."""
+"""Faults around the engine do not depend on suite and method, so the study takes all of them."""
 HERE = [one for one in AROUND if one.name not in in_loading.PLANTS]
 """`test_planted_loading.py` has the others."""
 

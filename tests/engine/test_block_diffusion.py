@@ -144,7 +144,7 @@ def test_the_backend_lets_its_model_answer_in_the_targets_place() -> None:
     expected, _ = answered(sure("llama"), PROMPTS[1], 6, 0.2)
     expected = expected[: expected.index(1) + 1] if 1 in expected else expected
     assert list(local.generate_ids("block-diffusion:threshold=0.2", PROMPTS[1:2])[0].token_ids) == expected
-    # And the target answers as ever, for the others.
+    # For the others the target answers as before.
     plain = local.generate_ids("ar", PROMPTS[1:2])[0].token_ids
     stops = frozenset({1})
     assert list(plain) == run(Target(sure("qwen3")), local.drafters["ar"], PROMPTS[1:2], NEW, stops).tokens[0]

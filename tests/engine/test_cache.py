@@ -18,7 +18,7 @@ def numbered(num_rows: int, width: int, first: int) -> Tensor:
 
 
 def write(cache: KVCache, starts: list[int], width: int, first: int) -> Tensor:
-    """What is visible [B, visible] after writing numbered keys; values are their negatives."""
+    """Visible keys [B, visible] after writing numbered keys; values are their negatives."""
     cache.place(starts, width)
     new = numbered(cache.num_rows, width, first)
     keys, values = cache.write(0, new, -new)

@@ -32,7 +32,7 @@ PROMPTS = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11], list(range(2, 24)), [90, 1, 90], 
 
 @cache
 def answers(kind: str) -> list[list[int]]:
-    """What transformers answers with its own cache, each prompt alone."""
+    """Answers of transformers with its own cache, each prompt alone."""
     return [generated(made(kind), prompt, NEW) for prompt in PROMPTS]
 
 

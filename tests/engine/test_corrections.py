@@ -31,7 +31,7 @@ CONFIDENT = ("vanilla", "gated", "rnn")
 
 
 def watched(drafter: Any) -> list[Draft]:
-    """What the drafter proposes from now on."""
+    """Proposals of the drafter from now on."""
     drafts: list[Draft] = []
     propose = drafter.propose
 
@@ -133,7 +133,7 @@ def test_tokens_are_drawn_from_the_probabilities_that_a_draft_brings_given_those
 
 @pytest.mark.parametrize(("kind", "rule"), [("selector", "match"), ("selector", "rejection"), ("rnn", "rejection")])
 def test_answers_follow_the_targets_distribution(kind: str, rule: str) -> None:
-    """Of one round's tokens, the first two, which are a draft's or a replacement's.
+    """The first two tokens of a round, from the draft or a replacement.
 
     Verification sees no more of a head than the tokens and probabilities of the test above.
     """
@@ -198,7 +198,7 @@ def test_a_draft_is_cut_before_its_first_token_below_the_threshold(kind: str) ->
                 assert step.drafted[row] == (0 if emitted is None else 8) == len(step.drafted_ids[row])
                 assert step.accepted[row] <= verified
                 lengths.add(verified)
-            # What nobody wants verified is not computed.
+            # Slots that nobody verifies are not computed.
             assert width == 1 + max(step.verified)
     assert 0 in lengths and len(lengths) > 3
 
@@ -270,7 +270,7 @@ def test_the_whole_block_is_drafted_where_auto_shortens_it() -> None:
         assert run(target, drafter, PROMPTS, 24).tokens == plain(target, PROMPTS, 24)
 
 
-# What a kind does not have.
+# Parts that a kind lacks.
 
 
 def build(kind: str, method: str) -> Any:

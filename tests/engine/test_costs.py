@@ -41,7 +41,7 @@ probability = st.floats(0.001, 1)
 def test_the_width_chosen_has_the_most_expected_tokens_per_second(
     rows: list[list[float]], seconds: list[float], calibration: float
 ) -> None:
-    """By the definition: a row gets one token, and drafted token k if it and those before it are kept."""
+    """The definition: a row gets one token, and drafted token k if it and those before it are kept."""
     widths = (1, 2, 4, 6)
     rates = []
     for width, cost in zip(widths, seconds, strict=True):
@@ -174,7 +174,7 @@ def test_other_numbers_of_rows_have_costs_of_their_own() -> None:
             pace.start()
             pace.choose(torch.zeros(rows, 15))
             pace.learn([2] * rows)
-    # Of the last round of a generation nobody knows how long it took.
+    # The duration of a generation's last round is unknown.
     assert {rows: costs.num_rounds for rows, costs in pace.costs.items()} == {1: 8, 3: 4}
 
 

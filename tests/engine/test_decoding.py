@@ -170,7 +170,7 @@ def test_every_chain_gives_the_plain_tokens_of_a_random_network(kind: str, num_d
     known = [[*prompt, *answer] for prompt, answer in zip(prompts, free, strict=True)]
     ways: tuple[Change, ...] = (lambda token: token, sometimes_wrong(0.6, 97), lambda token: (token + 1) % 97)
     for change in ways:
-        # What is known goes on behind the limit, and right drafts reach past it.
+        # Known text continues after the limit, and right drafts reach past it.
         out = run(target, Scripted(known, num_drafts, change), prompts, 16, stop_ids=stop_ids)
         assert out.tokens == expected
     assert run(target, NoDrafter(), prompts, 16, stop_ids=stop_ids).tokens == expected
@@ -274,7 +274,7 @@ def test_an_empty_prompt_is_refused() -> None:
         run(table(), NoDrafter(), [[1, 2], []])
 
 
-# What is counted.
+# Counts.
 
 
 @pytest.mark.parametrize("num_drafts", [1, 5, 16])
@@ -316,7 +316,7 @@ def test_marks_are_in_order() -> None:
         assert list(step.marks) == sorted(step.marks)  # type: ignore[type-var]
 
 
-# What drafters are told.
+# Calls of drafters.
 
 
 @pytest.mark.parametrize("shape", ["chain", "branching"])
@@ -490,7 +490,7 @@ def test_a_row_that_has_ended_cannot_break_the_others() -> None:
     assert run(Breaking(1, stop), NoDrafter(), prompts, stop_ids=frozenset({stop})).tokens == expected
 
 
-# What a round costs beside the model.
+# The cost of a round outside the model.
 
 
 @each("num_rows", [1, 3])

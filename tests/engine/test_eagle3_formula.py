@@ -40,7 +40,7 @@ CONFIG = Eagle3Config(
 
 @dataclass(frozen=True)
 class Formula:
-    """What the weights mean; every field but the first three is a convention, right as it stands."""
+    """Meaning of the weights; every field but the first three is a convention, right as it stands."""
 
     config: Eagle3Config
     weights: dict[str, Tensor]
@@ -152,7 +152,7 @@ def case() -> Case:
 def drafted(
     draft: Eagle3Draft, embedding: nn.Module, features: Tensor, tokens: list[int], parts: Sequence[int]
 ) -> tuple[Tensor, list[int]]:
-    """What the engine proposes after reading the row in parts of these lengths, drafting after each of them."""
+    """The engine's proposal after reading the row in parts of these lengths, drafting after each part."""
     drafter = Eagle3Drafter(draft, embedding, NUM_DRAFTS)
     logits: list[Tensor] = []
     head: Any = drafter.network.head

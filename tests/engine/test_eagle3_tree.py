@@ -30,7 +30,7 @@ Way = tuple[int, ...]
 
 
 def ways(draft: Draft, row: int) -> list[Way]:
-    """Of each node; parents come first."""
+    """One entry per node; parents come first."""
     assert draft.parents is not None
     found: list[Way] = []
     for token, parent in zip(draft.tokens[row].tolist(), draft.parents[row].tolist(), strict=True):
@@ -104,7 +104,7 @@ def record(drafter: Eagle3TreeDrafter, target: Target, prompts: Sequence[Sequenc
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, plain_answers(target, prompts, length), strict=True)]
     recorded = Recorded(drafter, Scripted(texts, drafter.num_drafts, sometimes_wrong(0.7, 97)))
     out = run(target, recorded, prompts, length)
-    # What is drafted for a row that has ended is thrown away, and may be anything.
+    # Drafts of a finished row are discarded, and may be anything.
     recorded.alive = [[row for row, new in enumerate(step.emitted) if new is not None] for step in out.rounds]
     assert len(recorded.proposed) == len(recorded.alive) > 2
     return recorded
@@ -186,7 +186,7 @@ def test_a_level_is_one_pass_of_the_network(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(drafter.network, "forward", watched)
     out = run(target, drafter, PROMPTS[:1], 6)
-    # And before each tree one over what was committed.
+    # One more pass over the committed tokens precedes each tree.
     assert len(widths) == 8 * len(out.rounds) and widths.count(10) == 7 * len(out.rounds)
 
 

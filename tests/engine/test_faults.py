@@ -47,7 +47,7 @@ def methods_of(fault: Fault, way: Way) -> tuple[str, ...]:
 
 
 def sound_part_of(way: Way) -> Part:
-    """What those parts have in common."""
+    """Common fields of those parts."""
     parts = [part_of(fault, where) for fault, where in PLANTED if where == way]
     methods = tuple(method for method in matrix.METHODS if any(method in part.methods for part in parts))
     return Part(_limit(way), max(part.most for part in parts), SUITE, methods)
@@ -78,7 +78,7 @@ CAPTURED, CAPTURED_TOGETHER = Way(captured=True), Way(captured=True, concurrency
 ALL_METHODS = (ALONE, TOGETHER)
 """Elsewhere a fault is planted in one method, and all methods take turns."""
 BETWEEN_ROWS = ("rollback one too short", "bonus token of the last row", "kept path not moved in the cache")
-"""What each row does at its own place, so that it may go wrong in other ways beside others."""
+"""Work of each row at its own place, which may fail differently beside other rows."""
 PLANTED = [
     *((fault, ALONE) for fault in FAULTS),
     # The loop is the same in another type and over other networks: only what a network is asked may go wrong in other
@@ -106,7 +106,7 @@ def test_a_fault_is_found_in_every_answer_that_it_made_wrong(
 
 
 def test_no_sound_answer_is_called_wrong_in_bfloat16(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """Of 40, or of 200 `--in-full`."""
+    """The number of runs: 40, or 200 with `--in-full`."""
     limit = 25 if pytestconfig.getoption("in_full") else 5
     # Together they are decoded in a third of the time, and round in more ways.
     rows = matrix.decoded(None, Way(dtype="bfloat16", concurrency=5), tmp_path / "run", Part(limit, most=40))

@@ -88,7 +88,7 @@ def test_inductor_compiles_them_right() -> None:
     assert fused_layers(layers) is not layers
 
 
-# What cannot be compiled, or is compiled wrongly, is not used.
+# A pass that cannot be compiled, or is compiled wrongly, is not used.
 
 
 def refusing(function: Callable[..., Any], **_options: Any) -> Callable[..., Any]:

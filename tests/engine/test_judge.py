@@ -118,7 +118,7 @@ def test_an_answer_that_breaks_off_differs_where_it_ends(kept: int) -> None:
         assert divergence.verdict == "mismatch"
 
 
-# What rounding excuses
+# Tolerance for rounding
 
 
 @each(

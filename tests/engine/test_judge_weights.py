@@ -166,7 +166,7 @@ def test_a_judge_that_reads_layer_by_layer_says_the_same_to_the_digit(
     verdict = streamed.audit(CHAT, given.token_ids)
     assert verdict == whole.audit(CHAT, given.token_ids) and (verdict is None or dtype is torch.bfloat16)
     assert streamed.audit(CHAT, wrong) == whole.audit(CHAT, wrong) is not None
-    # What happens to the engine's weights is nothing to it.
+    # It is independent of the engine's weights.
     with torch.no_grad():
         streamed.target.model.get_output_embeddings().weight.zero_()
         streamed.target.model.model.layers[0].mlp.down_proj.weight.zero_()

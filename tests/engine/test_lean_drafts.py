@@ -23,7 +23,7 @@ from helpers.each import each
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
-"""Of a difference, relative to the largest value."""
+"""The tolerance of a difference, relative to the largest value."""
 CONTEXT, WIDTH = 9, 4
 
 
@@ -47,7 +47,7 @@ def rotary(dtype: torch.dtype) -> Rotary:
 
 
 def rows_of(tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """As the published networks want them: heads before tokens."""
+    """The order of the published networks: heads before tokens."""
     cos, sin = tables
     return cos.transpose(1, 2), sin.transpose(1, 2)
 

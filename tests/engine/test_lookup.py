@@ -246,13 +246,13 @@ def test_acceptance_of_suffixes_on_a_text_that_goes_round() -> None:
     assert accepted(out) == [0, 0, 0, 0, 0, 2, 6, 8]
 
 
-# What earlier answers may tell.
+# Lookups in earlier answers.
 
 
 def test_answers_to_other_prompts_are_drawn_on() -> None:
     drafter = suffix()
     first, second = [1, 2, 3, 1], [9, 3, 1]
-    # Of two prompts the target says the same, as it goes by what it read last.
+    # The target answers both prompts alike, because it depends only on the last token.
     for prompt in (first, second):
         out = run(Cycling(), drafter, [prompt], 12)
     assert out.rounds[0].drafted[0] > 0

@@ -65,7 +65,7 @@ def test_every_method_gives_the_plain_tokens(typed: str, temperature: float) -> 
 
 
 def test_a_datastore_of_the_very_answer_drafts_all_of_it(tmp_path: Path) -> None:
-    """And it gives the plain tokens: that it is right is the user's doing."""
+    """The target is right by the user's choice, so the answer has the plain tokens."""
     plain = answers(0.0)[0]
     store = datastore.of_texts([[*prompts()[0], *plain]])
     datastore.write(tmp_path / "store", store, models().tokenizer, [])
@@ -138,7 +138,7 @@ class Recording:
 
     def propose(self) -> Draft | None:
         draft: Draft | None = self.inner.propose()
-        # Of the tokens proposed none is right, so that every place of the answer has a round.
+        # No proposed token is right, so every position of the answer has a round.
         return Draft((draft.tokens + 1) % 97) if self.changed and draft else draft
 
 

@@ -51,7 +51,7 @@ class Recording:
 
 
 def last_states(model: Any, text: list[int]) -> Tensor:
-    """What transformers hands to the head [N, H]."""
+    """The states [N, H] that transformers passes to the head."""
     with torch.no_grad():
         states: Tensor = model.get_decoder()(torch.tensor([text])).last_hidden_state[0]
     return states

@@ -117,7 +117,7 @@ def test_cached_drafts_are_those_of_a_loop_without_a_cache(kind: str, rows: list
 
 
 def _not_rolled_back(patch: pytest.MonkeyPatch) -> None:
-    """What was drafted and not accepted stays in the heads' cache, and the next tokens are written behind it."""
+    """Rejected draft tokens stay in the heads' cache, and the next tokens are written after them."""
     begin, observe = MTPDrafter.begin, MTPDrafter.observe
 
     def faulty_begin(self: Any, num_rows: int, capacity: int) -> None:

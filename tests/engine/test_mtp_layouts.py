@@ -377,7 +377,7 @@ def test_heads_behind_kimis_prefix_draft_as_deepseeks(tmp_path: Path) -> None:
     assert [step.drafted for step in answers[0].rounds] == [step.drafted for step in answers[1].rounds]
 
 
-# What is said about them, and what cannot be.
+# Reports about heads, and refusals.
 
 
 def test_a_target_whose_class_is_no_language_model_is_refused_in_a_short_line(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def by_formula(draft: PEagleDraft, table: Tensor, features: Tensor, tokens: list
     config, w, n = draft.config, draft.state_dict(), len(tokens)
     table = w.get("embed_tokens.weight", table)
     ids = [*tokens, *[config.mask_token_id] * (num_drafts - 1)]
-    # Of each row its anchor's pair and its depth: all pairs have depth 0, the masks belong to the last one.
+    # Each row's anchor pair and depth: all pairs have depth 0, the masks belong to the last pair.
     anchors = torch.tensor([*range(n), *[n - 1] * (num_drafts - 1)])
     depths = torch.tensor([0] * n + [*range(1, num_drafts)])
     positions = anchors + depths

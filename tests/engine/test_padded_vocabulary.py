@@ -150,7 +150,7 @@ def test_a_text_of_padding_is_the_plain_one(method: str, of_draft: int, wordy: P
             assert drafted and max(drafted) < (1000 if of_draft < 0 else tiny.VOCABULARY)
 
 
-# What is refused, and what is only a statement.
+# Refusals and remarks.
 
 
 def test_a_vocabulary_that_lacks_tokens_is_refused_and_ends_a_run(

@@ -47,7 +47,7 @@ def damaged_joined(patch: pytest.MonkeyPatch) -> None:
 
 
 METHODS = matrix.METHODS[:1]
-"""What is wrong in plain decoding is wrong in every method; `scripts/study faults` takes all."""
+"""A fault in plain decoding is in every method; `scripts/study faults` takes all."""
 SHORT = Part(limit=1, most=16, suites=matrix.SUITES[:1], methods=METHODS)
 """One answer of each method."""
 OF_PROMPTS = ("another template", "another rendering", "a prompt without its first token")

@@ -101,7 +101,7 @@ def seen_otherwise(change: Callable[[bodies.BlockView], bodies.BlockView]) -> Pa
 
 
 def _seam(x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-    """What stands before slot 0 is taken from the end of the block, as if rows were one after another."""
+    """The position before slot 0 is taken from the end of the block, as if rows were one after another."""
     return sum(x.roll(tap, dims=1) * coefficients[:, :, tap] for tap in range(coefficients.shape[2]))  # type: ignore[return-value]
 
 

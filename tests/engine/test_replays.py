@@ -161,7 +161,7 @@ def test_other_rows_and_a_larger_cache_are_captured_anew(replayed: LocalBackend,
     assert replayed.captured()["captured"] > before
 
 
-# What is refused
+# Refusals
 
 
 @pytest.fixture

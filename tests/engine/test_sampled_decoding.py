@@ -72,7 +72,7 @@ def test_every_drafter_gives_the_plain_tokens(name: str, num_rows: int) -> None:
     for first in range(0, len(PROMPTS) - num_rows + 1, num_rows):
         rows = slice(first, first + num_rows)
         prompts, expected = PROMPTS[rows], alone(name)[rows]
-        # What is known goes on behind stop tokens and limits.
+        # Known text continues after stop tokens and limits.
         known = [[*prompt, *answer, *range(VOCAB)] for prompt, answer in zip(prompts, expected, strict=True)]
         drafters: list[Drafter] = [
             NoDrafter(),

@@ -44,7 +44,7 @@ def random_logits(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def of_transformers(config: dict[str, Any]) -> LogitsProcessorList:
-    """What generate() itself would put together, in its own order."""
+    """The processors that generate() would assemble, in its own order."""
     whole = GenerationConfig(do_sample=True, **config)
 
     class Model(GenerationMixin):

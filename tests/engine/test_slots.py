@@ -168,7 +168,7 @@ TYPED = """
     lookahead:window=3,ngram=3,guesses=2 oracle random:4 synthetic:rates=0.9/0.5 block-diffusion
     """.split()
 TOGETHER = ["dflash:block=auto", "ddtree:nodes=auto", "dflash+ngram:block=6,match=2,copy=4", "suffix"]
-"""What these verify depends on the clock, on all rows together, or on earlier answers."""
+"""Methods whose verified tokens depend on the clock, on all rows together, or on earlier answers."""
 
 
 @cache

@@ -87,7 +87,7 @@ def test_shifted_labels_draft_from_every_slot(block_size: int) -> None:
     out = run(target, shifted, PROMPTS, 12)
     hook.remove()
     assert out.tokens == plain_answers(target, PROMPTS, 12) and out.rounds[0].drafted == [block_size] * 3
-    # What the head scores is as wide as what is drafted: no slot is idle.
+    # The head scores as many slots as are drafted: no slot is idle.
     assert {scored.shape[1] for scored in logits} >= {block_size}
 
 

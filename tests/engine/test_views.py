@@ -1,4 +1,4 @@
-"""What slots see of a block and its context: masks by their rule, kernels by masks, and JetSpec's trees and labels."""
+"""Visibility of a block and its context: masks by their rule, kernels by masks, and JetSpec's trees and labels."""
 
 from __future__ import annotations
 

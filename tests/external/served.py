@@ -33,12 +33,12 @@ from studies._study import bench
 
 CONCURRENCY = (1, 4)
 OTHERWISE = ("engine", "dtype", "device")
-"""What a run over servers differs in from one of our engine, so that `compare` must be told to allow it."""
+"""Differences between a run over servers and a run of our engine, which `compare` must allow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What both are asked; `limit` is for each suite."""
+    """Prompts for both; `limit` is per suite."""
 
     model: str
     limit: int
@@ -88,12 +88,12 @@ class Measured:
     lines: tuple[Line, ...]
     command: str
     differences: tuple[str, ...]
-    """What `compare` names."""
+    """Differences that `compare` names."""
     problems: tuple[str, ...]
 
 
 def servings(program: Program, path: Path, asked: Prompts, methods: Sequence[str]) -> list[LaunchSpec]:
-    """What `run --launch` would start at this path: plain decoding first, then a server for each method."""
+    """The servers that `run --launch` would start at this path: plain decoding first, then one per method."""
     request = replace(
         asked.request(*methods), concurrency=CONCURRENCY, launch=program.name, launch_with=str(path), dtype="float32"
     )
@@ -127,7 +127,7 @@ def measured(asked: Prompts, urls: Mapping[str, str], ours: Sequence[str], folde
 
 
 def differences(engine: Path, server: Path) -> tuple[str, ...]:
-    """What `compare` names between a run of our engine and one over servers.
+    """Differences that `compare` names between a run of our engine and a run over servers.
 
     It refuses a run in which an answer is missing, or there twice.
     """
@@ -137,7 +137,7 @@ def differences(engine: Path, server: Path) -> tuple[str, ...]:
 
 
 def lines_of(folder: Path, engine: str, methods: Sequence[str]) -> Iterator[Line]:
-    """Of these methods, or of all."""
+    """Rows of these methods, or of all."""
     read = table.read_run(folder)
     by_id = {settings.id: settings for settings in settings_of(read.info.identity)}
     for (settings_id, method), rows in read.rows.groupby(["settings_id", "method"], observed=True, sort=False):
@@ -170,7 +170,7 @@ def wrong(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def checked(asked: Prompts, urls: Mapping[str, str]) -> list[CrosscheckResult]:
-    """What `dflash-bench crosscheck` says of the servers that draft."""
+    """Output of `dflash-bench crosscheck` for the servers that draft."""
     servers = tuple(f"{label}={url}" for label, url in urls.items())
     return conform_server.crosscheck(replace(asked.request(), servers=servers), show)
 
@@ -181,7 +181,7 @@ def show(doing: str) -> None:
 
 
 def lines_table(lines: Sequence[Line]) -> str:
-    """What was answered at each concurrency."""
+    """Answers at each concurrency."""
     heads = [
         "engine",
         "concurrency",

@@ -55,7 +55,7 @@ class Attempt:
 
     case: GoldenCase
     words: tuple[str, ...] = ()
-    """What is done for it besides, of PER_LAYER and CAUSAL."""
+    """Additional changes for it, from PER_LAYER and CAUSAL."""
 
     def asked(self, folder: Path) -> Conformance:
         """Start the server and ask it; `inapplicable` if it does not start, with its reason."""

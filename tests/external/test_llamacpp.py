@@ -60,7 +60,7 @@ LARGEST_GAP = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What real servers answered; `wrong` is what is wrong with the file's tokenizer, template and numbers."""
+    """Answers of real servers; `wrong` lists errors of the file's tokenizer, template and numbers."""
 
     measurement: Measured
     checked: dict[str, CrosscheckResult]
@@ -170,7 +170,7 @@ def problems(checked: dict[str, CrosscheckResult]) -> Iterator[str]:
 
 
 def looked_into(python: Path, asked: Prompts, target: str) -> tuple[list[str], list[str]]:
-    """What is to be said of the file's tokenizer, template and numbers; and what of it is wrong."""
+    """Remarks on the file's tokenizer, template and numbers, and errors in them."""
     models, preset = loading.load(asked.model, [], "cpu", torch.float32), presets.preset(asked.model)
     backend = open_backend(models, preset, methods.chosen(["ar"]), asked.max_new_tokens)
     loaded = [suites.load_prompts(suite, "embedded", asked.limit) for suite in suites.expand(list(asked.suites))]

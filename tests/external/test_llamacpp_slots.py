@@ -1,4 +1,4 @@
-"""What llama.cpp accepts with several answers at a time, slot by slot: a page, and what of it must hold.
+"""Acceptance of llama.cpp at higher concurrency, slot by slot: a page, and its requirements.
 
 Tried are other numbers of slots, one drafted token, prompts of one length, and other sizes of batches.
 """

@@ -75,7 +75,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a server answered, at each concurrency, beside our engine."""
+    """A server's answers at each concurrency, beside our engine's."""
 
     kind: Kind
     compared: tuple[Compared, ...]
@@ -121,7 +121,7 @@ def test_every_answer_is_there_with_our_text(found: Found) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What the server answered at one concurrency; `wrong` are answers with another text or length than ours."""
+    """The server's answers at a concurrency; `wrong` counts answers with another text or length than ours."""
 
     concurrency: int
     num_answers: int

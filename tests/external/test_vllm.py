@@ -37,7 +37,7 @@ KERNEL_ERROR = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What real servers answered; `fault` is what is wrong with their norm kernel, empty if nothing is."""
+    """Answers of real servers; `fault` describes their norm kernel's fault, empty if there is none."""
 
     measurement: Measured
     checked: dict[str, CrosscheckResult]
@@ -81,7 +81,7 @@ def test_accepted_drafts_are_counted_as_ours_are(found: Found) -> None:
 
 
 def norm_fault(python: Path) -> str:
-    """What is wrong with vLLM's norm of several layers' keys at once; empty if it is right."""
+    """The fault of vLLM's norm of several layers' keys at once; empty if it is right."""
     process = subprocess.run([python, PLUGINS / "norm_per_layer.py"], capture_output=True, text=True)
     if process.returncode:
         pytest.fail(f"vLLM's norm kernel could not be tested:\n{process.stderr[-2000:]}")

@@ -159,7 +159,7 @@ class Killed:
 
 
 class Watched:
-    """What the run and all its processes listened on, and were connected to."""
+    """Addresses that the run and all its processes listened on and connected to."""
 
     def __init__(self) -> None:
         self.num_looks, self.num_processes, self.memory_bytes = 0, 0, 0
@@ -201,7 +201,7 @@ def sockets_of(pid: int) -> Iterator[str]:
 
 
 def connections() -> Iterator[tuple[str, str, str, str]]:
-    """Of each TCP socket of this machine: local and remote address without the port, state, inode."""
+    """Each TCP socket of this machine: local and remote address without the port, state, inode."""
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
             fields = line.split()
@@ -222,7 +222,7 @@ def num_parts(folder: Path) -> int:
 
 
 def what_matters(folder: Path) -> list[tuple[object, ...]]:
-    """Of each row all that does not depend on when and where it was measured."""
+    """The parts of each row that do not depend on when and where it was measured."""
     records: list[Answer] = store.load(folder)[1]
     return sorted(
         (

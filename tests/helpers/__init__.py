@@ -1,1 +1,1 @@
-"""What tests share: each module stands in for one thing, or makes inputs of one kind."""
+"""Helpers of tests: each module stands in for one thing, or makes one kind of input."""

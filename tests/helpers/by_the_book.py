@@ -101,7 +101,7 @@ class Book:
         return ids + self.w["d2t"][ids] if "d2t" in self.w else ids
 
     def contexts(self, features: list[Tensor]) -> list[Tensor]:
-        """What each layer reads of the target's states [N, H], one per tap."""
+        """The target's states [N, H] that each layer reads, one per tap."""
         count = self.body["num_hidden_layers"]
         mix = self.w.get("layer_fusion_weights", self.w.get("fusion_weights"))
         if mix is None:
@@ -199,7 +199,7 @@ class Book:
 
     @torch.inference_mode()
     def drafts(self, features: list[Tensor], text: Sequence[int]) -> Drafted:
-        """What is drafted behind a text, given the target's states [N, H] by tap: of all of it but the last token."""
+        """Draft after a text, given the target's states [N, H] by tap, for all tokens but the last."""
         anchor = len(text) - 1
         hidden = self.hidden(features, anchor, text[-1])
         self.margin, self.confidence = float("inf"), []

@@ -22,11 +22,11 @@ from dflash_bench.engine.target import Output, Target
 
 Prompts = Sequence[Sequence[int]]
 KNOWN: dict[Any, dict[str, Any]] = {}
-"""What targets say, by their weights, code and type, the prompts and the length: most tests ask the same of nano."""
+"""Outputs of targets by weights, code, type, prompts and length: most tests ask the same of nano."""
 
 
 def accepted(target: Target, drafter: Drafter, prompts: Prompts, limits: Limits) -> list[AcceptedAnswer]:
-    """As `engine.loop.measure_acceptance`."""
+    """Like `engine.loop.measure_acceptance`, with kept answers."""
     length = limits.max_new_tokens + drafter.num_drafts + 2
     if "_weights" not in target.__dict__:
         target.__dict__["_weights"] = tuple(checksums(target.model).values())
@@ -41,7 +41,7 @@ def accepted(target: Target, drafter: Drafter, prompts: Prompts, limits: Limits)
 
 
 class Recalled:
-    """Of these prompts, decoded together; every answer goes on for `length` tokens, also behind a stop token."""
+    """Decode these prompts together; every answer has `length` tokens, continuing after a stop token."""
 
     @torch.inference_mode()
     def __init__(self, target: Target, prompts: Prompts, length: int) -> None:

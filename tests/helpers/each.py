@@ -18,7 +18,7 @@ Test = Callable[..., None]
 
 
 def seed() -> None:
-    """Of what is loaded: most tests need no torch."""
+    """Seed only loaded libraries: most tests need no torch."""
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
@@ -27,7 +27,7 @@ def seed() -> None:
 
 
 def each(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Test], Test]:
-    """As `pytest.mark.parametrize`, but one test.
+    """Like `pytest.mark.parametrize`, but as one test.
 
     A case has a current folder, `tmp_path`, `monkeypatch` and random numbers of its own: paths below `tmp_path` that
     fixtures made are copied for it. Everything else that fixtures give is shared by all cases.

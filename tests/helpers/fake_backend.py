@@ -75,13 +75,13 @@ class FakeBackend:
     calls: list[tuple[str, tuple[Message, ...]]] = field(default_factory=list)
     where: Divergence = field(default=Divergence(2, 1.5, 0.001))
     departures: Mapping[tuple[int, ...], Divergence] = field(default_factory=dict)
-    """By tokens: what the audit finds; nothing for all others."""
+    """The judge's findings by tokens; none for all others."""
     audited: list[tuple[int, ...]] = field(default_factory=list)
     about: Mapping[str, Any] = field(default_factory=dict)
     has_thinking: bool = False
     tells_rounds: bool = True
     given: set[tuple[tuple[Message, ...], tuple[int, ...]]] = field(default_factory=set)
-    """What it answered to which chat, as tokens; the audit denies all others."""
+    """Answers by chat, as tokens; the judge rejects all others."""
 
     def describe(self) -> Mapping[str, Any]:
         return self.about
@@ -90,7 +90,7 @@ class FakeBackend:
         pass
 
     def only(self, labels: Sequence[str]) -> FakeBackend:
-        """As an engine that several runs share."""
+        """Like an engine that several runs share."""
         methods = {label: self.about["methods"][label] for label in labels}
         return replace(self, about={**self.about, "methods": methods})
 
@@ -162,7 +162,7 @@ def main(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
 
 
 def metrics_kept_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What evaluate keeps of the code of metrics goes into this folder, and nothing of an earlier one is imported."""
+    """Keep evaluate's copies of metrics in this folder, and import none from an earlier folder."""
     monkeypatch.setattr("evaluate.config.HF_EVALUATE_OFFLINE", True)
     monkeypatch.setattr("evaluate.config.HF_MODULES_CACHE", str(folder))
     folder.mkdir()

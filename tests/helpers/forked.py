@@ -19,7 +19,7 @@ MOST_S = 300
 
 
 def forked(act: Callable[[], object]) -> CompletedProcess[str]:
-    """What it said and how it ended; an exception that goes through `act` is exit status 1 with its traceback."""
+    """Output and exit status; an exception in `act` is exit status 1 with its traceback."""
     with TemporaryDirectory() as folder:
         said = [Path(folder) / name for name in ("stdout", "stderr")]
         sys.stdout.flush()

@@ -52,7 +52,7 @@ _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
 class _Warm(subprocess.Popen[bytes]):
-    """Of what a supervisor is started as; other programs are started as always."""
+    """The supervisor's program; other programs start as usual."""
 
     def _execute_child(self, *words: Any, **named: Any) -> None:
         how = _EXECUTE.bind(self, *words, **named).arguments

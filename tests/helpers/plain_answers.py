@@ -18,7 +18,7 @@ _DECODED: WeakKeyDictionary[Any, dict[tuple[Any, ...], list[int]]] = WeakKeyDict
 def plain_answers(
     target: Target, prompts: Sequence[Sequence[int]], most: int, stop_ids: frozenset[int] = frozenset()
 ) -> list[list[int]]:
-    """What `plain` says, of this target or of another one with the same model."""
+    """Answers of `plain`, for this target or another with the same model."""
     decoded = _DECODED.setdefault(target.model, {})
     for prompt in prompts:
         if (tuple(prompt), most, stop_ids) not in decoded:

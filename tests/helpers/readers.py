@@ -70,7 +70,7 @@ def in_time() -> Iterator[None]:
 
 
 def outcome(reader: Reader, folder: Path) -> str | None:
-    """What the user is told, None where it reads. Whatever else is raised goes through."""
+    """The user's error message, None if it reads. Any other exception is raised."""
     try:
         with in_time():
             reader.read(folder)

@@ -59,7 +59,7 @@ def table(context_length: int = 64) -> TableTarget:
 
 
 def tell(drafter: Any, texts: Sequence[list[int]], num_new: Sequence[int] | None = None) -> None:
-    """What the loop does after a pass: these are the rows now, of which the last `num_new` tokens are new."""
+    """The loop's state after a pass: the rows, whose last `num_new` tokens are new."""
     counts = list(num_new) if num_new is not None else [1] * len(texts)
     nothing = torch.zeros(len(texts), 0, dtype=torch.long)
     is_prompt = not any(getattr(drafter, "lookup", drafter).texts)

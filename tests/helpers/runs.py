@@ -98,7 +98,7 @@ def in_time(answer: Generation, decode_s: float) -> Generation:
 
 
 def planned(records: Sequence[Answer]) -> dict[str, Any]:
-    """Of a run that was to hold each prompt among these, in as many turns and repeats as there are, by every method."""
+    """The plan of a run of each of these prompts, in as many turns and repeats as there are, by every method."""
     prompts: dict[str, dict[str, list[Any]]] = {}
     for row in records:
         known = prompts.setdefault(row.suite, {}).setdefault(row.prompt_id, [row.prompt_id, 0, row.prompt_hash])
@@ -144,7 +144,7 @@ def stored(
 
 
 def clocked(row: Answer) -> Answer:
-    """By the runner's clock, its call took 2 ms more than its times, if nothing else is known."""
+    """The runner's clock shows 2 ms more than its times, if nothing else is known."""
     own = row.generation
     return replace(row, clock_s=own.prefill_s + own.decode_s + 0.002) if row.clock_s is None else row
 
@@ -156,14 +156,14 @@ def listed(run: Path) -> None:
 
 
 def frame_of(records: Sequence[Answer], by: str = "suite") -> Any:
-    """What a reader makes of the rows that these would be."""
+    """Read these answers as a run's rows."""
     several = tuple(dict.fromkeys(row.settings for row in records))
     table = results_table._table(parts.to_table(records, {}).to_batches(), several, by)
     return rounds.sliced(results_table._frame([table], several), by)
 
 
 def histogram_of(records: Sequence[Answer], method: str) -> rounds.Histogram:
-    """Of gsm8k, under settings that nobody chose."""
+    """A cell of gsm8k with default settings."""
     batches = parts.to_table(records, {}).to_batches()
     counts = [rounds._of_batch(batch, np.zeros(len(batch), dtype=np.int64))[0] for batch in batches]
     return rounds._histograms(counts, (GREEDY,)).get(CellKey("gsm8k", "", GREEDY.id, method), {})
@@ -176,7 +176,7 @@ def changed(records: Sequence[Answer], method: str = "dflash", first: int = 10_0
 
 
 def _changed(row: Answer, changes: dict[str, Any]) -> Answer:
-    """What a run would have written, had it come to these values: the rounds give the tokens, the verdict is theirs."""
+    """The row a run would have written with these values; tokens and verdict follow from the rounds."""
     values = {name: value(row) if callable(value) else value for name, value in changes.items()}
     if "accepted" in values:
         values |= _in_rounds(row.generation, values["accepted"])

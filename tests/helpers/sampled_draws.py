@@ -12,7 +12,7 @@ LENGTH, DEEPEST = 15, 6
 
 
 def draws(num_answers: int = 200, seed: int = 0, method: str = "dflash", **bend: Any) -> Draws:
-    """Of each place one token is right with a probability of its own; the draft favours that one, or another.
+    """At each place one token is right with its own probability; the draft favours that token, or another.
 
     `bend` says with what other probability it is drawn, and for which tokens.
     """

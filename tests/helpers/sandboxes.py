@@ -50,7 +50,7 @@ for line in sys.stdin:
     print(json.dumps([said, [*forked_supervisors.waiting()]]), flush=True)
 """
 _WAITING: set[int] = set()
-"""What nobody's supervisors are forked from."""
+"""The process that the user nobody's supervisors are forked from."""
 
 
 def attacking(attacks: Sequence[str], words: str = REFUSED, setup: str = "") -> str:
@@ -177,7 +177,7 @@ def _boxes() -> list[Any]:
                 continue  # only root can choose
             isolation_holds = _ask(isolation, ProgramLimits(), None)[0] if is_nobody else sandbox.holds(isolation)
             box = Box(isolation, is_nobody)
-            # As nobody, a sandbox is not granted where the interpreter lies in root's home, which nobody can read.
+            # The user nobody gets no sandbox if the interpreter is in root's home, which it cannot read.
             marks = (
                 () if isolation_holds else (pytest.mark.skip(reason=f"this system does not grant the sandbox {box}"),)
             )

@@ -66,7 +66,7 @@ def decoded(
     prompts: Iterable[list[int]] | None = None,
     rows: int = PROMPTS,
 ) -> dict[str, Said]:
-    """What it answers, so many prompts at a time, by the ids of our prompt as JSON; `prompts` are read instead."""
+    """Its answers, this many prompts together, by the ids of our prompt as JSON; `prompts` are read instead."""
     ours = [backend.encode(chat) for chat in chats()]
     read = list(prompts or [backend.encode(chat, settings) for chat in chats()])
     method = parse(method).label
@@ -104,7 +104,7 @@ def server(
 
 
 def checked(url: str, method: str = "dflash", sends_chats: bool = False, **changes: Any) -> CrosscheckResult:
-    """What the command finds, before it is said."""
+    """The command's result before it is printed."""
     options: dict[str, Any] = {"model": "nano", "limit": PROMPTS, "max_new_tokens": LENGTH, **changes}
     request = RunRequest(
         suites=("gsm8k",),

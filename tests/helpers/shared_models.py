@@ -103,7 +103,7 @@ def compile_once() -> None:
 
 
 def _nanos(folder: Path, *words: Any) -> Hashable:
-    """What is read of nano's files, or None for what others wrote, which may change."""
+    """The stored reading of nano's files; None for files of others, which may change."""
     return (
         (folder, *words)
         if folder.parent == NANO and [replace(one, date=None) for one in words[2:]] in ([], [PLAIN])

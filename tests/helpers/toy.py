@@ -44,7 +44,7 @@ class TableTarget:
         self.cache = KVCache(0, 0, self.device)
 
     def logits_after(self, history: Sequence[int]) -> Tensor:
-        """What the table says after these tokens, without any cache."""
+        """The table's next token after these tokens, without any cache."""
         return self.table[sum(_weight(i) * (token + 1) for i, token in enumerate(history)) % NUM_STATES]
 
     def answer(self, prompt: Sequence[int], max_new_tokens: int, stop_ids: frozenset[int] = frozenset()) -> list[int]:
@@ -134,7 +134,7 @@ def _tiny(kind: str, **changes: Any) -> Any:
 
 
 def generated(model: Any, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-    """What transformers' own greedy loop answers."""
+    """Answer of transformers' own greedy loop."""
     out = model.generate(
         torch.tensor([list(prompt)]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -189,7 +189,7 @@ class Scripted:
         self.texts, self.num_drafts, self.change = texts, num_drafts, change
         self.taps: tuple[int, ...] = ()
         self.at: dict[int, tuple[int, int]] = {}
-        """Of each row, which text it is at, and how much of it the target has read."""
+        """For each row, its text, and how much of it the target has read."""
 
     def begin(self, num_rows: int, capacity: int) -> None:
         pass
@@ -257,7 +257,7 @@ class Tree(Scripted):
             parents += [at, at]
             at = 2 * depth + (0 if first else 1)
             if self.shape == "duplicates" and depth == 2:
-                # What hangs below the second of two equal nodes cannot be reached, and need not be.
+                # Nodes below the second of two equal nodes cannot be reached, and need not be.
                 at += 1
         return tokens, parents
 

@@ -236,7 +236,7 @@ def rebuilt(nano: loading.Models, kind: str, **changes: Any) -> Any:
 def test_layers_off_by_one_cost_acceptance_and_not_exactness(
     kind: str, nano: loading.Models, drafted: Any, right: Any
 ) -> None:
-    """What they cost EAGLE-3 is too little to be seen on a few prompts."""
+    """The loss in EAGLE-3 is too small to be seen on a few prompts."""
     ids = nano.drafts[kind].config.target_layer_ids
     wrong = drafted(rebuilt(nano, kind, target_layer_ids=tuple(i - 1 for i in ids)))
     assert wrong[0] == right[kind][0]

@@ -70,7 +70,7 @@ def test_the_command_builds_from_texts_in_a_file_or_a_folder(
 
 
 def test_the_answers_of_runs_are_texts_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # Of two prompts the plain answer and the method's; one of the method's failed, and is none.
+    # The plain and the method's answers to two prompts; one of the method's failed, and does not count.
     records = changed(changed(answers(2), "ar", text=TEXTS[0]), text=lambda row: TEXTS[1 + int(row.prompt_id[1:])])
     stored(tmp_path / "run", failing(records))
     invoke("--model", "nano", "--runs", str(tmp_path / "run"), "--out", str(tmp_path / "store"))

@@ -119,7 +119,7 @@ def test_a_pickle_of_something_else_is_refused(content: Any, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("old", [True, False])
 def test_a_pickle_with_any_byte_changed_is_read_or_refused(old: bool, tmp_path: Path) -> None:
-    """What torch raises for such files is of a dozen kinds; none of them reaches the user."""
+    """torch raises a dozen kinds of errors for such files; none reaches the user."""
     path = tmp_path / "pytorch_model.bin"
     torch.save(TENSORS, path, _use_new_zipfile_serialization=not old)
     whole, generator, refused = path.read_bytes(), random.Random(0), 0

@@ -377,7 +377,7 @@ def test_a_draft_for_a_deeper_target_is_refused(saved_dflash: Path) -> None:
 
 
 def test_the_last_layer_is_tapped_behind_its_norm_or_not_at_all(saved_dflash: Path, tmp_path: Path) -> None:
-    """Of those who may tap it, only z-lab's and its kin's code says where: in transformers' `hidden_states`."""
+    """Only code like z-lab's states which of transformers' `hidden_states` it taps."""
     edit(saved_dflash, lambda c: c["dflash_config"].update(target_layer_ids=[1, 5, 11], num_target_layers=None))
     draft = load(saved_dflash)
     assert draft.config.target_layer_ids == (1, 5, 11) and draft.config.taps == (1, 5, 12)

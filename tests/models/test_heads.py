@@ -180,7 +180,7 @@ def test_a_lilicorr_head_without_a_width_is_as_wide_as_its_body(draft_of: Callab
     assert config.correction.lilicorr_hidden_size == 48  # type: ignore[union-attr]
 
 
-# What does not add up.
+# Inconsistent files.
 
 
 @each(

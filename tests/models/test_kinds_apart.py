@@ -25,10 +25,10 @@ HIDDEN, BLOCK, VOCABULARY = 128, 16, 1024
 
 @dataclass(frozen=True)
 class Edit:
-    """What makes nano's DFlash draft look like another kind, as a publisher would write it."""
+    """Changes that make nano's DFlash draft look like another kind, as a publisher would write it."""
 
     kind: str
-    """What must be in the error, if it is not the kind that is read; or its architecture, or the key itself."""
+    """Words required in the error: the kind that is read unless given here, its architecture, or the key itself."""
     architecture: str | None = None
     inner: Mapping[str, Any] = field(default_factory=dict)
     top: Mapping[str, Any] = field(default_factory=dict)

@@ -56,7 +56,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
-# What can be read.
+# Readable files.
 
 
 def test_heads_in_the_targets_checkpoint_are_its_tensors() -> None:
@@ -130,7 +130,7 @@ def test_heads_of_a_target_from_the_hub_are_in_its_snapshot(monkeypatch: pytest.
     assert loading.fetch("mtp", "org/name").folder == GOLDEN
 
 
-# What cannot.
+# Unreadable files.
 
 
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -205,7 +205,7 @@ def test_a_target_without_heads_ends_a_run_before_anything_is_loaded(
     assert not (tmp_path / "run").exists()
 
 
-# What is said about them, and what they take.
+# Reports about heads, and their memory.
 
 
 def test_inspect_says_whether_a_target_has_heads(golden: Path) -> None:

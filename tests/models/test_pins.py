@@ -23,7 +23,7 @@ OLD, NEW = "0" * 40, "1" * 40
 
 
 class Hub:
-    """Of ids and their folders; `heads` are the commits that their branches are at."""
+    """Make a hub of ids and their folders; `heads` are the commits of their branches."""
 
     def __init__(self, folders: dict[str, Path], cache: Path) -> None:
         self.folders, self.heads, self.cache = folders, dict.fromkeys(folders, OLD), cache

@@ -29,7 +29,7 @@ def test_every_preset_is_well_formed(name: str) -> None:
     numbers = one.num_drafts or {}
     assert numbers.keys() <= one.drafts.keys() and all(1 <= n <= MAX_DRAFTS for n in numbers.values())
     assert one.trained_thinking.keys() | one.unsupported.keys() <= one.drafts.keys()
-    # What a run does by itself is what the drafts were trained for.
+    # A run's defaults are what the drafts were trained for.
     assert all(trained == one.thinking for trained in one.trained_thinking.values())
     assert one.source and (name in OF_UNKNOWN_SIZE) == (one.billions is None)
     assert one.billions is None or one.billions > 0

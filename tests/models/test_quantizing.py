@@ -44,11 +44,11 @@ def loaded(kind: str | None, *drafts: str, dtype: torch.dtype = torch.float32) -
 
 
 def linear(model: Any) -> list[Any]:
-    """Of all decoder layers, quantised or not."""
+    """Parameters of all decoder layers, quantised or not."""
     return [module for name, module in model.get_decoder().named_modules() if name.endswith("_proj")]
 
 
-# What is refused
+# Refusals
 
 
 def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What is shipped: small, with a card, and exact where its target is on this disk."""
+"""Shipped drafts: small, with a card, and exact where the target is on this disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dflash_bench.training.cards import HISTORY, acceptance_of
 
 SMOLLM2 = presets.preset("smollm2")
 MOST_BYTES = 95e6
-"""Of the whole package, before a wheel compresses it."""
+"""Size of the whole package, before a wheel compresses it."""
 
 
 @pytest.mark.parametrize("method", SMOLLM2.drafts)

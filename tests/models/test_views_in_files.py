@@ -1,4 +1,4 @@
-"""What slots see in each layer, by the keys of z-lab's code, of vLLM's and of the speculators library."""
+"""Visibility of slots in each layer, by the keys of z-lab's code, vLLM's and the speculators library's."""
 
 from __future__ import annotations
 

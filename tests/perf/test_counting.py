@@ -1,4 +1,4 @@
-"""What tiny networks hold, added up by hand."""
+"""Sizes of tiny networks, added up by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dflash_bench.perf.round_parts import draft_passes
 from helpers import toy
 from helpers.tiny_architectures import made
 
-# Of `toy.tiny`: 97 tokens, hidden 32, feed-forward 48, 6 layers, 4 heads of 8, 2 of keys and values.
+# `toy.tiny`: 97 tokens, hidden 32, feed-forward 48, 6 layers, 4 heads of 8, 2 of keys and values.
 TABLE = 97 * 32
 LAYER = 32 * 32 + 2 * 16 * 32 + 32 * 32 + 3 * 32 * 48
 NORMS = 2 * 32

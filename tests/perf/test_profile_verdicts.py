@@ -1,4 +1,4 @@
-"""What a profile concludes from made-up measurements."""
+"""Conclusions of a profile from made-up measurements."""
 
 from __future__ import annotations
 

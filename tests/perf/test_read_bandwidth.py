@@ -1,4 +1,4 @@
-"""What the memory gives: measured by a clock that is known, and held against known plain steps."""
+"""Memory bandwidth: measured by a known clock, and compared with known plain steps."""
 
 from __future__ import annotations
 

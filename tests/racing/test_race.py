@@ -120,7 +120,7 @@ def test_two_go_on_until_enough_is_measured_and_of_one_wave_all() -> None:
 
 
 def test_of_one_wave_only_those_leave_that_are_far_behind() -> None:
-    """What disturbs a wave makes all of its answers slower, which no interval over prompts shows."""
+    """A disturbance slows all answers of a wave, which no interval over prompts shows."""
     load, speeds = Load(concurrency=4), {"dflash": 2.0, "eagle3": 1.8, "ngram": 1.2}
     first, second = (measured(speeds, 8 * at, load=load) for at in range(2))
     race = raced(first, methods=tuple(speeds), load=load)

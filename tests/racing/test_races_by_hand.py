@@ -77,7 +77,7 @@ def raced() -> Race:
 
 # 5 answers of 7 tokens after the first, all plain: 0.14 s three times and 0.28 s twice, and 20 ms each.
 PLAIN_TPS, PLAIN_J = 5 * 8 / (3 * 0.16 + 2 * 0.30), (3 * 4 + 2 * 8) / 40
-# Of gsm8k (2 * 0.14 + 0.28) / 21 s a token and of math500 (0.14 + 0.28) / 14: their geometric mean.
+# gsm8k takes (2 * 0.14 + 0.28) / 21 s per token, math500 (0.14 + 0.28) / 14: their geometric mean.
 PLAIN_MS = 1000 * ((0.56 / 21) * (0.42 / 14)) ** 0.5
 EAGLE = ((0.56 / 0.34) * (0.42 / 0.24)) ** 0.5
 BY_HAND: dict[str, dict[str, Any]] = {
@@ -135,7 +135,7 @@ def test_the_plot_has_the_time_of_a_token_and_the_throughput(raced: Race) -> Non
 
 
 def test_a_slice_has_its_own_prompts(raced: Race) -> None:
-    """By the first letter of prompts: twice as fast as plain in d and e, 1.4 times in the others."""
+    """Speed-ups by the first letter of prompts: 2 times plain for d and e, 1.4 times for the others."""
     found = {name: (num, speedup.value) for name, num, speedup in raced.slices("eagle3")}
     assert found == {name: (1, pytest.approx(2.0 if name in "de" else 1.4)) for name in "abcde"}
 

@@ -1,4 +1,4 @@
-"""What `recommend` says: a decision for each load, what would change it, flags, memory, and why others lost."""
+"""Output of `recommend`: a decision for each load, when it changes, flags, memory, and why others lost."""
 
 from __future__ import annotations
 

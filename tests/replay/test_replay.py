@@ -291,7 +291,7 @@ def test_an_estimate_reaches_from_the_least_to_the_most_that_its_rounds_allow() 
     assert [1 + kept / rounds for rounds, kept, _ in _bounds(stored, 9, 7)] == [5, 6], "two more, after the round of 8"
     (kept, rounds) = (_bounds(replace(stored, accepted=np.array([6, 1])), 2, 7)[0][at] for at in (1, 0))
     assert 1 + kept / rounds == 9 / 4, "a round of 7 tokens is three"
-    # Of prompts that are all alike, nothing else makes the interval wide.
+    # The prompts are all alike, so nothing else makes the interval wide.
     alike = tuple(replace(stored, prompt_id=str(number)) for number in range(8))
     length = replay(ReplayCell("s", "eagle3:7", GREEDY, alike, {}), *changes_of(n=[2]), about()).length
     assert length is not None and (length.value, length.low, length.high) == pytest.approx((2.5, 2.5, 2.75))

@@ -55,7 +55,7 @@ def apart(text: str) -> bool:
     return bool(re.search(r"temperature 0\.7(?![0-9])", text)) and "temperature 0.7000001" in text
 
 
-# What they are known by
+# Identity of settings
 
 
 def test_an_id_is_the_same_everywhere_and_changes_with_any_bit_of_a_value() -> None:
@@ -63,7 +63,7 @@ def test_an_id_is_the_same_everywhere_and_changes_with_any_bit_of_a_value() -> N
     assert Settings(0.7, top_p=0.9, thinking=False).id == "83ef4f026f"
     others = [ONE, OTHER, Settings(0.7, thinking=True), Settings(0.7, thinking=False), Settings(0.7, concurrency=2)]
     assert len({settings.id for settings in (GREEDY, *others)}) == 6
-    # Of equal settings, however a file spells their numbers.
+    # Settings are equal however a file spells their numbers.
     assert Settings(1, top_p=1).id == Settings(1.0).id and Settings(-0.0).id == GREEDY.id
 
 

@@ -1,4 +1,4 @@
-"""What the page draws by itself: every length and step follows from the figures of the tables."""
+"""Drawings of the page itself: every length and step follows from the figures of the tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program reads of findings, checks and differences: codes and fields, and that each code has its words."""
+"""Findings, checks and differences for programs: codes and fields; each code has its words."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def test_a_newer_schema_is_refused_even_with_damaged_allowed(
     assert_refused(main("compare", "run", "--allow", "damaged"), "part-000000.parquet has schema")
 
 
-# What stands above the table
+# Notes above the table
 
 
 def test_wrong_and_missing_answers_are_told_and_every_run_is_shown(tmp_path: Path, main: Main) -> None:

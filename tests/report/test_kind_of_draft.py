@@ -1,4 +1,4 @@
-"""What kind of draft a method used is named where the draft is: in the facts of a report, and in every row."""
+"""The kind of a method's draft is named beside the draft: in the facts of a report, and in every row."""
 
 from __future__ import annotations
 

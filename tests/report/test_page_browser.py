@@ -165,7 +165,7 @@ def test_one_answer_has_a_link_and_keys_lead_to_the_next(opened: Any) -> None:
     opened.execute_script("location.hash = '#a=gsm8k/p1/dflash'")
     opened.execute_script("window.dispatchEvent(new HashChangeEvent('hashchange'))")
     assert "p1 dflash" in opened_answers(opened)
-    # What the draft said is shown on demand.
+    # Draft tokens are shown on demand.
     hidden = "return getComputedStyle(document.querySelector('pre.text .cut s')).display"
     assert opened.execute_script(hidden) == "none"
     press(opened, ".key .said-button")

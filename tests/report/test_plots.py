@@ -49,7 +49,7 @@ def legend_of(folder: Path, rows: Sequence[Answer], **identity: Any) -> list[str
 
 
 def drafting(**num_drafts: int) -> dict[str, Any]:
-    """As a run of these methods is stored, each with its tokens per round."""
+    """Store a run of these methods, each with its tokens per round."""
     methods = {label.replace("_", "-"): {"name": label, "num_drafts": number} for label, number in num_drafts.items()}
     return {"methods": methods} | asked("gsm8k")
 
@@ -90,7 +90,7 @@ def test_acceptance_by_position_shows_no_share_of_a_handful(tmp_path: Path) -> N
     figure = acceptance.positions(Material(read_document(stored(tmp_path / "run", rows))))
     whole, given = figure.axes[0].lines
     assert whole.get_xydata().tolist() == [[1, 75], [2, 50], [3, 50], [4, 50]]
-    # Of the 16 rounds 12 keep one token, but only 8 keep two.
+    # 12 of the 16 rounds keep one token, but only 8 keep two.
     assert given.get_xydata().tolist() == [[1, 75], [2, pytest.approx(200 / 3)]]
 
 
@@ -216,7 +216,7 @@ def test_a_drawing_says_which_suite_and_method_each_part_shows(tmp_path: Path, n
     ]
     assert [part for part in shown if "suite" in part] == panels
     of_method = Counter(part for part in shown if "suite" not in part)
-    # As many parts of either method: the same answers, and the legend's entry.
+    # Both methods have equally many parts: the same answers, and the legend's entry.
     assert of_method[' data-method="dflash"'] == of_method[' data-method="eagle3"'] >= 4
     assert len(of_method) == 2
     figure = plots.drawn(made, name)

@@ -1,4 +1,4 @@
-"""What a profile and a run's width curve say, for made-up cases."""
+"""Texts of a profile and of a run's width curve, for made-up cases."""
 
 from __future__ import annotations
 

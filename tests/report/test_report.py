@@ -1,4 +1,4 @@
-"""What a user reads: each finding when, and only when, it is due, and the whole text against stored text.
+"""Reports: each finding exactly when it is due, and the whole text against stored text.
 
 DFLASH_BENCH_UPDATE_GOLDEN=1 rewrites the stored text; read the difference before it is committed.
 """
@@ -220,7 +220,7 @@ FROM_AFAR = record("dflash", "p", generation([0, 0, 0, 3], 4, drafted=(0, 0, 0, 
         ),
         # Rounds that do not draft say nothing of the first token.
         ([row for n in range(24) for row in (plain(f"p{n}", 7), replace(FROM_AFAR, prompt_id=f"p{n}"))], {"slower"}),
-        # What measures the engine has no bad draft.
+        # Probes of the engine have no bad draft.
         *[
             (answers_of(rounds, label), {"slower"} - ({"slower"} if rounds is WHOLE else set()))
             for rounds in (DEAD, POOR, WHOLE)

@@ -44,7 +44,7 @@ def swept(speeds: dict[str, float], num_prompts: int = 24, noise: float = 0.03, 
 
 
 def methods_of(rows: Sequence[Answer], **left_open: int) -> dict[str, Any]:
-    """As the run's identity has them: what a label says, and of those that leave it open how many tokens they draft."""
+    """Entries of the run's identity: each label's options, and the number of draft tokens where it is left open."""
     known = {"dflash:block=8": 7, "eagle3:3": 3}
     labels = dict.fromkeys(row.method for row in rows)
     return {
@@ -62,7 +62,7 @@ def only(sweeps: Sequence[Sweep]) -> tuple[Sweep, SweepCurve]:
     return sweep, curve
 
 
-# What makes a sweep
+# Conditions for a sweep
 
 
 def test_methods_that_differ_in_one_option_make_a_sweep_in_the_order_of_its_values(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_the_best_is_told_apart_only_where_the_same_prompts_tell(tmp_path: Path)
 
 
 def test_the_best_of_many_that_are_alike_is_not_told_apart_from_any(tmp_path: Path) -> None:
-    """Of 45 pairs at 5 %, two would look different; that the best was chosen by the same answers is paid for."""
+    """Two of 45 pairs would look different at 5 %; the choice of the best by the same answers is corrected for."""
     rows = swept({f"dflash:block={size}": 1.5 for size in range(2, 12)}, num_prompts=20, noise=0.1)
     _, curve = only(document(tmp_path, rows).sweeps)
     assert len(curve.rivals) == 9
@@ -159,7 +159,7 @@ def test_without_plain_answers_there_is_no_best(tmp_path: Path) -> None:
     assert curve.points[0].length is not None
 
 
-# What is shown
+# Output
 
 
 def test_the_table_marks_the_best_and_the_answer_names_engine_and_machine(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What `compare` and `check` say first."""
+"""The first lines of `compare` and `check`."""
 
 from __future__ import annotations
 

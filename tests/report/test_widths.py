@@ -1,4 +1,4 @@
-"""What commands print fits the terminal: tables lose columns, then stand row by row; only names are never broken."""
+"""Output fits the terminal: tables drop columns, then list fields row by row; names are never broken."""
 
 from __future__ import annotations
 

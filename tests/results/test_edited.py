@@ -87,7 +87,7 @@ def read_by_all(run: Path) -> tuple[object, ...]:
 
 
 def outcome(read: Callable[[Path], object], path: Path) -> object:
-    """What it says in one line, or that it reads."""
+    """Its one-line error, or that it reads the run."""
     try:
         return bool(read(path))
     except UserError as error:
@@ -115,7 +115,7 @@ def assert_read_or_one_line(
             if answer is True:
                 allowed.setdefault(len(place), []).append(place)
             elif value in ("", None):
-                # What the file itself does not allow, every reader refuses in the same words.
+                # Every reader refuses an invalid file in the same words.
                 assert said(wide, value, place) == answer, (place, value)
         for several in allowed.values():
             if said(wide, value, *several) is not True:
@@ -126,7 +126,7 @@ def assert_read_or_one_line(
 def test_a_run_json_with_any_value_anywhere_is_read_or_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a run whose parts carry what was changed, too, as if it had been measured so."""
+    """Change a run and its parts alike, as if it had been measured so."""
     run = stored(tmp_path / "run", answers(2))
     info = json.loads((run / "run.json").read_text())
     info |= {"started": "2026-01-01", "sandbox": None, "options": {"model": "nano"}, "resumed": [{"sandbox": None}]}

@@ -73,7 +73,7 @@ def what_matters(records: list[Answer]) -> list[Answer]:
 
 
 def merge(run: Path) -> None:
-    """As a run of many answers would have done."""
+    """Store the rows in parts, like a run of many answers."""
     with store.RunStore(run, read_info(run)) as opened:
         opened._merge(2)
 
@@ -165,7 +165,7 @@ def test_a_mended_run_passes_and_nothing_of_it_is_measured_again(run: Path, monk
 
 
 def test_what_rests_on_a_plain_answer_that_is_gone_is_made_again(run: Path, monkeypatch: Patch) -> None:
-    """Of the conversation: the later turn too, and the other repeat; of other prompts nothing."""
+    """The whole conversation, with the later turn and the other repeat, and nothing of other prompts."""
     before = what_matters(store.load(run)[1])
     without(method="ar", suite="prompts", prompt_id="0", turn=0, repeat=0)(run)  # type: ignore[arg-type]
     assert problems(run)

@@ -126,7 +126,7 @@ def another_id(row: Row) -> Row:
 
 
 def one_more_was_right(row: Row) -> Row:
-    """What a round accepted last is said to be the target's own token, in a round of its own."""
+    """A round's last accepted token is reported as the target's own, in a separate round."""
     at = first_draft(row)
     split = {name: [*row[name][:at], row[name][at], *row[name][at:]] for name in LISTS}
     split["accepted"][at : at + 2] = [row["accepted"][at] - 1, 0]
@@ -315,7 +315,7 @@ def test_scores_need_not_be_tried_again(what: str, is_shown: bool, is_found: boo
 
 
 Values = list[tuple[bool, Any]]
-"""What a reader shows of scores: whether it is of the cell that was edited, and None where it is left out."""
+"""Scores that a reader shows: whether the edited cell's, and None where they are left out."""
 
 
 def shares(*words: object) -> Callable[[Main], Values]:
@@ -326,7 +326,7 @@ def shares(*words: object) -> Callable[[Main], Values]:
 
 
 def lines(*words: object) -> Callable[[Main], Values]:
-    """Of the first table: the share is the last column but one."""
+    """Rows of the first table: the share is the last column but one."""
 
     def read(main: Main) -> Values:
         table = main(*words)[1].partition("per round")[0]
@@ -422,7 +422,7 @@ def test_texts_are_not_tried_without_the_tokenizer_and_check_says_so(
     assert "note: texts were not checked: " in out and "tokenizer" in out
 
 
-# What a broken tool writes itself
+# Records of a broken tool
 
 
 def halved(sound: Callable[..., Generation]) -> Callable[..., Generation]:

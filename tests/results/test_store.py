@@ -81,7 +81,7 @@ def with_identity(**changes: Any) -> dict[str, Any]:
     return INFO | {"identity": INFO["identity"] | changes}
 
 
-# What goes in comes out
+# Rows read back equal those written
 
 
 def test_every_field_comes_back(tmp_path: Path) -> None:

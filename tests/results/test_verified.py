@@ -87,7 +87,7 @@ def test_a_reply_says_it_of_each_round(model: Path) -> None:
     assert {step.verified for step in replies[1].rounds} != {4}
 
 
-# What rows can say.
+# Valid rows.
 
 
 def rows_of(*records: Answer) -> Any:

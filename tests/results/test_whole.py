@@ -1,4 +1,4 @@
-"""What somebody did to a run that was finished: every reader says so, `check` fails, and `--resume` mends it."""
+"""Damage to a finished run: every reader reports it, `check` fails, and `--resume` mends it."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def failed_checks(main: Main, *words: str) -> list[tuple[str, str, str]]:
 
 
 def problems_of(run: Path) -> list[tuple[str, str, str]]:
-    """As `check` names them: the method, the kind and the reason of each."""
+    """Return the failures named as in `check`: the method, the kind and the reason of each."""
     return [(one.method, one.kind, one.what) for one in results_table.read_run(run, judging=True).problems]
 
 
-# Of the plan
+# The plan
 
 
 def delete_a_part(run: Path) -> None:
@@ -176,7 +176,7 @@ def test_each_answer_counts_once_whatever_is_allowed(run: Path, main: Main) -> N
 
 
 def test_a_whole_run_passes_with_failed_hidden_short_and_sampled_answers(tmp_path: Path, main: Main) -> None:
-    """What is odd and legal: nothing of it may be refused."""
+    """Odd but legal rows: none may be refused."""
     rows = [
         *pair("a", [4, 0, 2]),
         *failing(pair("b", [1]), first=1),
@@ -219,7 +219,7 @@ def test_a_whole_run_passes_with_failed_hidden_short_and_sampled_answers(tmp_pat
     assert results_table.read_run(tmp_path / "long").problems == ()
 
 
-# Of the checksums
+# Checksums
 
 
 UNLIKE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -262,7 +262,7 @@ def _without_first_line(path: Path) -> None:
 
 
 def assert_refused(run: Path, told: str) -> None:
-    """By `check` too, which reads runs that others refuse."""
+    """`check`, which reads runs that others refuse, finds it too."""
     for judging in (False, True):
         assert told in refusal(results_table.read_run, run, judging=judging)
 
@@ -282,7 +282,7 @@ def test_the_checksums_are_those_of_sha256sum(run: Path) -> None:
     assert (run / "parts.sha256").read_text() == before
 
 
-# What decides the answers
+# Settings that decide the answers
 
 
 EDITED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
@@ -416,7 +416,7 @@ ON_PAGES = (
     "an unknown exactness",
     "no order",
 )
-"""Of each column that a plot reads, a value that would upset it; a page takes longer than all the rest."""
+"""A disruptive value for each column that a plot reads; a page takes longer than all the rest."""
 
 
 @pytest.fixture(scope="module")

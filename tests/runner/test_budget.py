@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_not_begun_and_what_is_used_up_neither() -> None:
     assert turn(spent("a", *SURE), spent("b", *UNSURE, seconds=9), left_s=1) is None
     assert turn(spent("a", *SURE), spent("b", *UNSURE, num_prompts=4)) == "a"
     assert turn(spent("a", *SURE, num_prompts=4)) is None
-    # Of a suite without a prompt yet the slowest other one says how long one may take.
+    # For a suite without a prompt yet, the slowest other suite bounds the time of a prompt.
     assert turn(spent("a"), spent("b", 0.7, seconds=5, num_prompts=1), left_s=5) is None
     # Answers that all failed say nothing, and do not hold the run.
     assert turn(spent("a", *SURE), replace(spent("b", *SURE), logs={})) == "a"
@@ -106,7 +106,7 @@ class Clock(FakeBackend):
 
 
 def uneven(method: str, question: str) -> float:
-    """Of "unsure" prompts the speed-up is 2 or 1, of others always 2."""
+    """The speed-up of "unsure" prompts is 2 or 1, of others always 2."""
     if method == "ar":
         return 2.0
     return 2.0 if question.startswith("unsure") and int(question.split()[-1]) % 2 else 1.0
@@ -149,7 +149,7 @@ ASKED = ("run", "--suite", "gsm8k", "--data", "data", "--prompts", "mine.jsonl",
 
 
 def prompts_of(out: str) -> dict[str, list[str]]:
-    """Of each suite, as they were measured; each must be whole."""
+    """Prompts of each suite in the order measured; each must be whole."""
     records = sorted(store.load(Path(out))[1], key=lambda record: record.order)
     assert [record.order for record in records] == list(range(len(records)))
     by_prompt: dict[tuple[str, str], list[Answer]] = {}
@@ -204,7 +204,7 @@ def test_one_prompt_is_measured_however_short_the_time(
 
 
 def kill(clock: Clock, monkeypatch: pytest.MonkeyPatch, at: int, *words: str) -> None:
-    """As with kill -9: nothing is written any more."""
+    """Like kill -9: nothing more is written."""
     clock.fails_at = {len(clock.calls) + at: Stop()}
     with pytest.raises(Stop):
         monkeypatch.setattr("sys.argv", ["dflash-bench", *ASKED, *words])

@@ -53,7 +53,7 @@ def source(number: int = 8, num_turns: int = 1, **fields: Any) -> Loaded:
     return replace(loaded(*some), pool=tuple(some), **fields)
 
 
-# What is typed
+# Command lines
 
 
 def test_contexts_are_written_as_they_are_named() -> None:
@@ -151,7 +151,7 @@ def test_a_prompt_is_asked_behind_the_text_of_its_context(tmp_path: Path) -> Non
     assert {(row.settings, row.method, row.turn) for row in records} == {
         (one, method, turn) for one in (NONE, SHORT, LONG) for method in ("ar", "dflash") for turn in (0, 1)
     }
-    # What was asked is the same; what stands before it is in the settings.
+    # The question is the same; the settings hold what precedes it.
     assert len({row.prompt_hash for row in records}) == 1
     assert Runs(tmp_path / "run")(plan, FakeBackend()) == records
 

@@ -176,7 +176,7 @@ def test_padding_and_training_take_a_session_whole(tmp_path: Path) -> None:
     assert one.longest == 45
 
 
-# What does not fit
+# Prompts that do not fit
 
 
 def test_prompts_longer_than_the_context_are_left_out_counted_and_named(model: Path, main: Main) -> None:
@@ -223,7 +223,7 @@ def test_a_plan_is_cut_to_what_fits_and_refused_if_too_few_are_left(
     assert fitting(plan, {}) is plan.suites
 
 
-# What is drawn
+# Draws of prompts
 
 
 def test_a_limit_is_balanced_over_a_column(main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

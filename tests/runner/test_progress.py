@@ -1,4 +1,4 @@
-"""What is shown while a run works: in a terminal a bar, elsewhere a line now and then, on stdout nothing."""
+"""Progress of a run: in a terminal a bar, elsewhere a line now and then, on stdout nothing."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_a_run_with_workers_that_a_signal_ends_says_how_to_go_on(
 def test_what_a_worker_refuses_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tiny.build(tmp_path / "model")
-    # What is found out before weights are loaded, the driver says itself.
+    # The driver itself reports whatever is found before weights are loaded.
     status, err = command("run", *WORDS, "--model", "model", "--workers", "1", "--graph", "on", "--out", "run")
     assert status == 2
     assert err.splitlines()[-1].startswith("dflash-bench: --graph on ")

@@ -251,7 +251,7 @@ def test_a_run_that_ends_anywhere_continues_to_the_same_records(runs: Runs, unbr
     assert comparable(runs(plan, backend)) == comparable(unbroken)
     num_warm_up_and_controls = len(backend.calls) - (plan.num_generations - stored)
     assert num_warm_up_and_controls in range(8)
-    # Of what was made, only answers that waited for the plain one are made again.
+    # Only answers that waited for the plain one are generated again.
     assert stored >= call - 1 - 6 - 1 - 2
 
 

@@ -141,7 +141,7 @@ def test_the_runs_clock_never_goes_back_and_a_resumed_run_goes_on_after_the_last
         runs(plan, FakeBackend(fails_at={3: KeyboardInterrupt()}))
     info = read_info(runs.folder).to_json()
     with store.resume(runs.folder, info) as run:
-        # As if the run had been long, and the wall clock were now behind it.
+        # The run seems long, and the wall clock is now behind it.
         late = [replace(row, end_s=5_000.0) for row in run.stored.values()]
         run.stored.update({store.key(row): row for row in late})
         assert (
@@ -157,7 +157,7 @@ def test_the_runs_clock_never_goes_back_and_a_resumed_run_goes_on_after_the_last
     assert None not in times and times == sorted(times)  # type: ignore[type-var]
 
 
-# What is stored
+# Stored rows
 
 
 def test_rows_of_many_runs_are_one_table_in_which_no_query_mixes_two_of_them(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_only_greedy_answers_must_have_been_compared(tmp_path: Path, main: Main)
     assert "temperature 1" not in told
 
 
-# What is made of it
+# Results of several settings
 
 
 def cells(run: Path) -> dict[tuple[str, str], Cell]:
@@ -293,7 +293,7 @@ def test_compare_pairs_cells_of_the_same_settings(tmp_path: Path, main: Main) ->
     assert "--allow sampling" in main("compare", "before", "other")[2]
     assert "none" not in main("compare", "before", "other", "--allow", "sampling")[1]
     assert "under the same settings" in main("compare", "before", "other", "--allow", "sampling")[2]
-    # Of runs of one settings each, what differs is allowed by name, and compared.
+    # Runs with one settings each are compared if their difference is allowed by name.
     status, out, _ = main("compare", "after", "other", "--allow", "sampling")
     assert status == 0 and "sampling: temperature 0.0 and 0.5" in out
 
@@ -382,7 +382,7 @@ def test_without_ids_a_cut_answer_to_a_prompt_that_opens_thinking_is_none() -> N
         ("42", 0, "stop", True, "42"),
         ("42", 0, "length", False, "42"),
         ("41</think>42", 10, "stop", True, "42"),
-        # As it stands after a stream without a target: the prompt did not open it.
+        # The text after a stream without a target: the prompt did not open it.
         ("41</think>42", 10, "stop", False, "41</think>42"),
         ("<think>41</think>42", 17, "stop", False, "42"),
     ]
@@ -451,7 +451,7 @@ def test_compare_and_report_tell_the_parts_apart(tmp_path: Path, main: Main) -> 
     assert "gsm8k (embedded; thinking)" in out and "gsm8k (embedded; answer)" in out
 
 
-# What changes the target's output
+# Settings that change the target's output
 
 
 def test_a_lossy_method_is_scored_and_never_judged(tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch) -> None:

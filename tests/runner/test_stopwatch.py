@@ -225,7 +225,7 @@ def test_rows_that_were_edited_do_not_agree_with_the_runners_clock(
     assert status == 1 and why in shown, shown + err
 
 
-# By itself
+# The stopwatch alone
 
 
 def objection_alone(

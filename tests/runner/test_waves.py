@@ -102,7 +102,7 @@ def test_a_run_that_was_stopped_measures_a_wave_as_a_whole_again(
 
 
 def test_a_wave_that_lost_a_row_is_measured_as_a_whole_again(main: Main, tmp_path: Path) -> None:
-    """What is left of it was measured beside more answers than what is missing would be."""
+    """The remaining answers were measured beside more answers than the missing ones would be."""
     asked = "--suite mt_bench --method ngram --limit 3 --max-new-tokens 6 --concurrency 2 --out run".split()
     assert main("run", *asked)[0] == 0
     before = answers(rows_of(tmp_path / "run"), 2)

@@ -26,7 +26,7 @@ def dialect(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def sent_prompt(server: FakeServer) -> Any:
-    """Of the last answer that was asked for."""
+    """The state of the last answer that was requested."""
     body = next(body for _, body, _ in reversed(server.asked) if body)
     return body.get("prompt") or body.get("input_ids") or body["messages"]
 

@@ -102,7 +102,7 @@ def test_counts_that_are_not_those_of_the_answers_tokens_are_not_available(
 
 
 def test_rounds_without_drafts_that_vllm_does_not_count_are_said_and_make_no_acceptance() -> None:
-    """As with n-grams: one round of four accepted drafts among forty plain steps is no acceptance length of 5."""
+    """One round of four accepted drafts among forty plain steps, as with n-grams, is no acceptance length of 5."""
     with FakeServer(**cut("vllm", 1, 7, 4)) as server:
         answer = one(server)
     assert "5 of the 45 tokens" in (answer.uncounted or "")

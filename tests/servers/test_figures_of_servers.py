@@ -54,7 +54,7 @@ def test_the_first_token_came_with_the_first_piece_and_the_last_with_the_last(
 
 
 def test_a_histogram_of_rounds_gives_how_many_reached_each_place() -> None:
-    """Of six rounds two accepted nothing, three one token and one two: four reached the first place, one the second."""
+    """Two of six rounds accepted nothing, three one token, one two: four reached the first place, one the second."""
     state = StreamState(lambda: 0.0, max_new_tokens=50)
     state.set_acceptance("sglang.request", 6, 18, 5, [2, 3, 1, 0])
     assert state.acceptance == AcceptanceCounts(6, 5, 18, (4, 1, 0), "sglang.request")
@@ -73,7 +73,7 @@ vllm:generation_tokens_total{{engine="0"}} {tokens}.0
 
 
 def test_counters_give_an_answer_what_they_rose_by_each_at_its_own_place() -> None:
-    """Of four more rounds three accepted a first token, two a second, one a third: six of twelve."""
+    """Three of four more rounds accepted a first token, two a second, one a third: six of twelve."""
     pages = (
         {"rounds": 10, "drafted": 30, "accepted": 14, "first": 8, "second": 5, "third": 1, "tokens": 100},
         {"rounds": 14, "drafted": 42, "accepted": 20, "first": 11, "second": 7, "third": 2, "tokens": 111},

@@ -1,4 +1,4 @@
-"""What servers, their addresses and their keys may hold: none of it ends in a traceback, a hang, or a number.
+"""Hostile servers, addresses and keys: none causes a traceback, a hang, or a number.
 
 The inputs stand in `tests/data/hostile/servers.json` by kind. One is a text, {"repeat": [what, times, ...]} where it
 is long, or what its kind says.
@@ -61,7 +61,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def said(error: BaseException) -> str:
-    """What the user sees: one line that steers no terminal and has no secret."""
+    """The user's output: a single line without control characters or secrets."""
     text = str(error)
     assert len(text.splitlines()) == 1 and visible(text) == text, text
     assert SECRET not in text

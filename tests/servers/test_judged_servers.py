@@ -34,7 +34,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(main: Main, ran: Path) -> Mapping[str, list[int]]:
-    """What our engine answers, by the ids of the prompt as JSON; the run is in the folder `engine`."""
+    """Our engine's answers by the ids of the prompt as JSON; the run is in the folder `engine`."""
     shutil.copytree(ran, "engine")
     tokenizer = targets.tokenizer_of(NANO / "target", False)
     turns = {prompt["prompt_id"]: prompt["turns"][0] for prompt in run_info.read_prompts(Path("engine"))}
@@ -149,5 +149,5 @@ def test_a_space_that_tokenizers_take_away_and_half_a_character_are_no_other_tex
     assert not is_same_text("The trays", "the trays")
     assert not is_same_text("a b", "ab")
     _, records = store.load(Path("served"))
-    # What is stored and scored is our own reading of the tokens.
+    # Our own decoding of the tokens is stored and scored.
     assert {record.generation.text for record in records} == {nano_text(one.generation.token_ids) for one in records}

@@ -142,7 +142,7 @@ def test_each_server_is_told_in_its_own_words(name: str, text: str, changes: Any
     assert launch.can_draft(program, drafting.method) and launch.computes(program, drafting)
     flags = added_by_draft(program, plain, drafting)
     assert " ".join(flags.words) == told
-    # What only makes it report its rounds is for measuring, and not to be pasted.
+    # Flags that only make it report rounds are for measuring, and not part of the advice.
     argv = program.argv(drafting, 81)
     assert (("--per-request-spec-decode-metrics" in argv), argv[len(argv) - len(program.counting) :]) == (
         name == "vllm", [*program.counting]
@@ -321,7 +321,7 @@ def test_what_cannot_be_launched_is_refused_before_anything_starts(
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
-    """What our engine answers, by the prompt's ids as JSON."""
+    """Our engine's answers, by the prompt's ids as JSON."""
     from dflash_bench.core.types import Message
     from dflash_bench.models import chat, targets
     from dflash_bench.models.presets import NANO

@@ -1,4 +1,4 @@
-"""What a server counts must add up to the tokens of its answer, in its own way of counting; or it is not available."""
+"""A server's counts must add up to its answer's tokens, in its own way of counting, or are not available."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def test_a_launched_server_is_sent_the_key_that_it_wants() -> None:
 
 
 def kept(code: str, secrets: list[str], log: Path) -> bytes:
-    """What the keeper's log is of a program."""
+    """The keeper's log of a program."""
     with log.open("wb") as file:
         file.write(b"the command\n")
         file.flush()

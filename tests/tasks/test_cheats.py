@@ -51,7 +51,7 @@ CHEATS = dict(
         r"^=== (.+)\n((?:(?!===).*\n)+)", (Path(__file__).parents[1] / "data" / "cheats.txt").read_text(), re.MULTILINE
     )
 )
-"""By name, each a program; the first six once reached "passed"."""
+"""Programs by name; the first six once reached "passed"."""
 
 
 FARTHEST = [param for param in BOXES if param.values[0] in (*ASKED_BY_US[:1], *ASKED_BY_US[-1:])]

@@ -235,7 +235,7 @@ def test_a_folder_is_read_whole_in_the_order_of_its_names(tmp_path: Path) -> Non
     assert str(tmp_path / "none") in told and ".jsonl, .ndjson, .json, .csv, .parquet" in told
 
 
-# What is named, and what is refused
+# Naming and refusals
 
 
 def test_logs_in_which_the_user_says_nothing_are_left_out_and_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from helpers.sandboxes import Box
 
 LIMITS = ProgramLimits(folder_bytes=2**24, num_files=500)
 MOST_TAKEN = 2**24 + LIMITS.file_bytes
-"""What the folder may hold, and standard error, which counts as a file."""
+"""Limit of the folder, including standard error, which counts as a file."""
 SELF_RESTRAINT = 150  # pieces of 1 MiB, then the program stops, so that a sandbox that leaks harms nobody
 
 GREED = f"""

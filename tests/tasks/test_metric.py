@@ -19,7 +19,7 @@ evaluate: Any = pytest.importorskip("evaluate")
 
 @pytest.fixture(autouse=True)
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What evaluate keeps of a metric goes into a folder of the test's own."""
+    """Files that evaluate keeps of a metric go into the test's own folder."""
     metrics_kept_in(tmp_path / "modules", monkeypatch)
 
 

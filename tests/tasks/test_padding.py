@@ -1,4 +1,4 @@
-"""What stands before a prompt: of its own kind, never the prompt itself, as long as wanted, and the same every time."""
+"""Padding before a prompt: of its own kind, never the prompt itself, as long as wanted, and reproducible."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_a_prompts_file_that_is_missing_empty_or_repeats_an_id_is_refused(tmp_pa
     )
 
 
-# What is out there
+# Published formats
 
 BENCHMARKS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "Spec-Bench and EAGLE": (

@@ -249,7 +249,7 @@ HUMANEVAL_ROW = {"prompt": STUB, "entry_point": "area", "test": TEST}
 
 @pytest.fixture(scope="module", autouse=True)
 def short_limits() -> Iterator[None]:
-    """And warm supervisors: what is scored here is the code that was found."""
+    """Use warm supervisors: only the extracted code is scored here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(code_scorers, "LIMITS", ProgramLimits(cpu_s=2, wall_s=20.0))
         patch.setattr(sandbox, "subprocess", forked_supervisors.SUBPROCESS)

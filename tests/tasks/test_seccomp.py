@@ -20,7 +20,7 @@ ALLOWED, KILLED, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 
 
 
 def verdict(machine: str, number: int, *args: int, architecture: int | None = None) -> int:
-    """What the filter returns: the five instructions that it uses, over what the kernel would show it."""
+    """Results of the filter: its five instructions, applied to the kernel's view of a call."""
     seen = struct.pack("=IIQ6Q", number, architecture or MACHINES[machine][0], 0, *args, *[0] * (6 - len(args)))
     code = list(struct.iter_unpack("=HBBI", restrictions.program(machine, PID)))
     value, place = 0, 0

@@ -65,7 +65,7 @@ def test_answers_are_the_plain_ones_with_the_states_of_one_pass(tmp_path: Path) 
 
 
 def outputs(target: Target, ids: torch.Tensor) -> torch.Tensor:
-    """Of the layers [T, K, H], by transformers' own pass over the whole text."""
+    """States of the layers [T, K, H], from transformers' own pass over the whole text."""
     seen: list[torch.Tensor] = []
     layers = target.model.model.layers
     hooks = [layers[i].register_forward_hook(lambda _m, _a, out: seen.append(out[0])) for i in LAYERS]
@@ -161,7 +161,7 @@ def test_prompts_of_ours_differ_and_have_no_gaps(kind: str) -> None:
 
 
 class Nano:
-    """What writes a user's turn."""
+    """The writer of a user's turns."""
 
     def __init__(self) -> None:
         self.models = loading.load("nano", [], "cpu", torch.float32)

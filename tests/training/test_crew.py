@@ -85,7 +85,7 @@ else: runpy.run_module("dflash_bench.cli", run_name="__main__")
 
 @pytest.fixture(scope="module")
 def launch() -> Iterator[Launch]:
-    """As accelerate and torchrun start processes, by the environment, but forked from one that has loaded torch.
+    """Start processes through the environment like accelerate and torchrun, forked from one that has loaded torch.
 
     Each ends as any other, with its interpreter: threads that outlive that abort it.
     """
@@ -102,7 +102,7 @@ def launch() -> Iterator[Launch]:
     with TemporaryDirectory() as folder:
 
         def launched(script: str, words: Sequence[str], size: int) -> list[tuple[int, str]]:
-            """What each said, and how it ended; without a script the command line."""
+            """Output and exit status of each process; without a script, of the command line."""
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 place = {"WORLD_SIZE": str(size), "MASTER_PORT": str(free.getsockname()[1])}
@@ -130,7 +130,7 @@ def test_two_processes_learn_what_one_learns_from_the_same_rows(tmp_path: Path, 
     for name, weight in alone[0].items():
         assert torch.equal(first[0][name], second[0][name])
         assert torch.allclose(first[0][name], weight, atol=1e-6)
-    # What the first process measured is what all have.
+    # All processes have the first one's measurement.
     assert first[1] == second[1] and {entry["al_pooled"] for entry in first[1]} == {2.0}
     assert [entry["step"] for entry in first[1]] == [entry["step"] for entry in alone[1]]
 

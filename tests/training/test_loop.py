@@ -86,7 +86,7 @@ def test_the_best_weights_outlive_an_interruption(tmp_path: Path) -> None:
 
 
 def test_between_measurements_it_is_saved_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And goes on as if it had never stopped."""
+    """Interrupted training continues as if it had never stopped."""
 
     class Cut(Toy):
         def loss(self, index: list[int], step: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a run of nano makes of a planted fault: its exit status, and which answers changed and were found out."""
+"""Outcome of a planted fault in a run of nano: its exit status, the answers changed, and those found."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def traced_passes(target: Target, drafters: Iterable[Drafter], _how: str | None)
 
 @dataclass(frozen=True)
 class Part:
-    """What a run decodes: prompts of each suite (None: as many as the way needs), tokens of an answer, methods."""
+    """Work of a run: prompts per suite (None: as many as the way needs), tokens per answer, methods."""
 
     limit: int | None = None
     most: int = MOST
@@ -201,7 +201,7 @@ def command(*words: object) -> tuple[int, str, str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one suite and method, how many answers the fault changed, and how many of these the run found."""
+    """For a suite and method, how many answers the fault changed, and how many of these the run found."""
 
     suite: str
     method: str

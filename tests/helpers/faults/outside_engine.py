@@ -85,7 +85,7 @@ AROUND = (
 
 @dataclass(frozen=True)
 class Told:
-    """What a run said of a mistake: its exit status, that of `check` in a sound process, and who objected."""
+    """Outcome of a mistake: the run's exit status, that of `check` in a sound process, and who objected."""
 
     run: int
     check: int
@@ -100,7 +100,7 @@ class Told:
 
 
 def outcome(one: Around | None, way: Way, out: Path, part: Part = matrix.WHOLE) -> Told:
-    """Of one run of nano with the mistake, or of a sound one."""
+    """Results of one run of nano, with the mistake or sound."""
     fault = None if one is None else Fault(one.name, one.plant)
     status, _, error = matrix.ended(fault, way, out, part, has_forwards=True)
     if status == 2:

@@ -132,7 +132,7 @@ FAULTS: dict[tuple[str, str], Change] = {
     ("dflash", "labels"): _labels,
 }
 IN_FULL = ("labels",)
-"""What only a format with the embedding in it can say."""
+"""Fields that only a format with the embedding can hold."""
 
 
 def plant(fault: tuple[str, str], folder: Path) -> Path:

@@ -60,13 +60,13 @@ def _keeps_too_much(patch: pytest.MonkeyPatch) -> None:
 
 
 def _residual(share: float) -> Callable[[pytest.MonkeyPatch], None]:
-    """What takes a refused token's place is drawn from max(p - share * q, 0), not from max(p - q, 0)."""
+    """The replacement of a refused token is drawn from max(p - share * q, 0), not from max(p - q, 0)."""
     sound = verify._residual
     return lambda patch: patch.setattr(verify, "_residual", lambda p, q: sound(p, share * q))
 
 
 def _blocks_verified_with(**changes: Any) -> Callable[[pytest.MonkeyPatch], None]:
-    """Of blocks, and of nothing else, the target's distribution is made with other settings."""
+    """The target's distribution has other settings for blocks alone."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         sound = loop._State._verify
@@ -99,7 +99,7 @@ def _draft_says_without_top_p(patch: pytest.MonkeyPatch) -> None:
 
 
 def _stale_anchor(patch: pytest.MonkeyPatch) -> None:
-    """What a refused draft left in the cache is not overwritten by the token that took its place."""
+    """A refused draft's cache entry is not overwritten by the token that replaced it."""
 
     def keep(cache: KVCache, layer: int, width: int, write: Callable[[], Pair]) -> Pair:
         if layer not in cache._layers or width < 2:
@@ -152,7 +152,7 @@ def _bonus_from_draft(patch: pytest.MonkeyPatch) -> None:
 
 
 def _kept_from_depth(patch: pytest.MonkeyPatch) -> None:
-    """Of what is drafted at depth SERIOUS or deeper nothing is refused."""
+    """No draft token at depth SERIOUS or deeper is refused."""
 
     def sampled(tokens: Tensor, p: Tensor, q: Tensor, accept: Tensor, *rest: Any) -> Verdict:
         accept = accept.clone()
@@ -222,4 +222,4 @@ NUMBERS = (
 SUBTLE = WrongRule("top-p not in what the draft says it drew from", _draft_says_without_top_p, (REJECTION,))
 """With top-p 0.9 it keeps a tenth too much at most."""
 FAINT = WrongRule("stale cache: the first drafted token is not written", stale(1), (TREE,))
-"""Of a tree's nodes the first is one of several that are kept, and its own entry matters little to it here."""
+"""The first node of a tree is one of several that are kept, and its own entry matters little here."""

@@ -47,7 +47,7 @@ OUTSIDE: dict[Any, Callable[..., Any]] = {
     Tensor.__int__: lambda x: int(aten._local_scalar_dense.default(x)),
     Tensor.__float__: lambda x: float(aten._local_scalar_dense.default(x)),
 }
-"""What torch does outside its dispatcher, where a build without CUDA lacks something."""
+"""Calls of torch outside its dispatcher that a build without CUDA lacks."""
 
 
 class WaitError(RuntimeError):
@@ -157,7 +157,7 @@ class Device(TorchDispatchMode):
         return reading
 
     def capture(self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Replay:
-        """As `traced`, and nothing may pass between host and device."""
+        """Like `traced`, but nothing may pass between host and device."""
         self.is_capturing = True
         try:
             return traced(function, inputs)
@@ -204,7 +204,7 @@ class Device(TorchDispatchMode):
         if not stays:
             # A copy of its own, even where nothing had to be converted.
             return changed(result, Tensor, Tensor.clone)
-        # What is written in place stays the same tensor.
+        # A tensor that is written in place stays the same tensor.
         return changed(result, Tensor, lambda one: inner[id(one)] if id(one) in inner else DeviceTensor(one))
 
     def _notice(

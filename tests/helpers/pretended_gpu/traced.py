@@ -29,7 +29,7 @@ def traced(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
 
 
 def leaves(tree: Any) -> list[Any]:
-    """What is in lists, tuples and dicts; torch's own function, made for any class, takes most of a pass."""
+    """Leaves of lists, tuples and dicts; torch's own function, made for any class, takes most of a pass."""
     if isinstance(tree, (list, tuple)):
         return [leaf for part in tree for leaf in leaves(part)]
     return [leaf for part in tree.values() for leaf in leaves(part)] if isinstance(tree, dict) else [tree]

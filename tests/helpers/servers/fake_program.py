@@ -62,7 +62,7 @@ def imposed(words: list[str]) -> list[float]:
 
 
 def accepted(rates: list[float]) -> list[int]:
-    """What many rounds accept at these rates, spread evenly over the rounds instead of drawn."""
+    """Accepted counts of many rounds at these rates, spread evenly over the rounds instead of drawn."""
     places = ((number * GOLDEN + 0.5) % 1 for number in range(200))
     return [sum(place < rate for rate in rates) for place in places]
 

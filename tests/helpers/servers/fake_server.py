@@ -136,7 +136,7 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         }
         lines = ["# HELP process_start_time_seconds Start time", "process_start_time_seconds 1.7e+09"]
         for name, value in of.items():
-            # As vLLM does with several engines: a line for each, and the time at which each was created.
+            # vLLM with several engines: a line for each, and the time at which each was created.
             lines += [f"# TYPE {prefix}:{name}_total counter"]
             lines += [f'{prefix}:{name}_total{{engine="0",model_name="m"}} {float(value)}']
             lines += [f'{prefix}:{name}_total{{engine="1",model_name="m"}} 0.0']
@@ -265,7 +265,7 @@ class FakeServer(AbstractContextManager["FakeServer"]):
             yield event
 
     def _rounds(self, num_tokens: int) -> list[int]:
-        """What each accepts, until the answer is full; the last may accept more than there is room for."""
+        """Tokens accepted per round until the answer is full; the last round may accept more than fit."""
         rounds: list[int] = []
         accepts = self.does.accepts
         while 1 + sum(kept + 1 for kept in rounds) < num_tokens:

@@ -1,4 +1,4 @@
-"""What the fake server says: its settings, and one answer in the words of each dialect."""
+"""Responses of the fake server: its settings, and one answer in the words of each dialect."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def text_of(tokens: Sequence[int]) -> str:
 
 @dataclass
 class Count:
-    """What a server counts: of one answer, or of all."""
+    """A server's counts, of one answer or of all."""
 
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
     at: list[int] = field(default_factory=list)
-    """By position in the draft."""
+    """Counts per position in the draft."""
     tokens: int = 0
 
     def add(self, other: Count) -> None:
@@ -64,9 +64,9 @@ class Behaviour:
     """0 is any that is free."""
     accepts: Sequence[int] = (0,)
     counts: Callable[[str], Count] | None = None
-    """Of the answer to a prompt, in place of what `accepts` comes to."""
+    """Totals for the answer to a prompt, replacing those from `accepts`."""
     rounds: Callable[[str], Sequence[int]] | None = None
-    """What the rounds of the answer to a prompt accept, in place of `accepts`."""
+    """Tokens accepted per round of the answer to a prompt, instead of `accepts`."""
     block: int = 0
     """Tokens drafted per round; 0 is a server that does not speculate."""
     waits_for: int = 0
@@ -77,7 +77,7 @@ class Behaviour:
     text: Callable[[Sequence[int]], str] = text_of
     ends: frozenset[int] = frozenset((END,))
     faults: dict[int, str] = field(default_factory=dict)
-    """By the number of the answer, counted from 0."""
+    """Values by the number of the answer, counted from 0."""
     has_metrics: bool = True
     resets_cache: bool = True
     keeps_prompts: bool = False
@@ -94,11 +94,11 @@ class Behaviour:
     """How SGLang's meta_info names drafts: new, or none (only spec_verify_ct)."""
     has_cumulative_ids: bool = True
     raw: Callable[[str], Iterable[bytes] | None] = lambda _: None
-    """What a path answers, byte for byte, in place of all else; then the connection ends."""
+    """Responses by path, byte for byte, instead of everything else; then the connection ends."""
     bent: Callable[[Any], Any] = lambda event: event
-    """What is made of each event of a stream before it is sent."""
+    """A change to each event of a stream before it is sent."""
     between: bytes = b""
-    """What comes between the second and the third event."""
+    """Bytes between the second and the third event."""
 
 
 @dataclass
@@ -128,7 +128,7 @@ class Said:
         text, finish = self.does.text(piece), self.finish if is_last else None
         ids = list(piece) if self.does.gives_ids else None
         if self.path == "/generate" and self.does.dialect == "lmdeploy":
-            # What ends the answer comes by itself, after all else.
+            # The end of the answer arrives by itself, last.
             kept = [token for token in piece if token != END]
             told = num - len(piece) + len(kept)
             return {"text": self.does.text(kept), "output_ids": kept, "meta_info": self.lmdeploy_meta(told, None)}

@@ -1,4 +1,4 @@
-"""What nano's tokens say, for servers whose answers are held against it."""
+"""Texts of nano's tokens, for servers whose answers are compared with it."""
 
 from __future__ import annotations
 

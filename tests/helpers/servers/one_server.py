@@ -1,4 +1,4 @@
-"""What tests of asking share: a tokenizer in place of a target, and one server behind a backend."""
+"""Helpers of tests of requests: a tokenizer in place of a target, and a server behind a backend."""
 
 from __future__ import annotations
 
