@@ -281,16 +281,9 @@ def _windows(config: DFlashConfig) -> dict[str, object]:
 
 
 def _eagle3(config: Eagle3Config, tensors: dict[str, Tensor]) -> GgufNetwork:
-    _refuse(
-        config,
-        attention_bias=config.attention_bias,
-        qk_norm=config.qk_norm,
-        norm_before_fc=config.norm_before_fc,
-        fc_norm=config.fc_norm,
-        norm_output=config.norm_output,
-        window=config.window,
-        **{"P-EAGLE's masks": isinstance(config, PEagleConfig)},
-    )
+    fields = ("attention_bias", "qk_norm", "norm_before_fc", "fc_norm", "norm_output", "window")
+    masks = {"P-EAGLE's masks": isinstance(config, PEagleConfig)}
+    _refuse(config, **{name: getattr(config, name) for name in fields}, **masks)
     if len(config.target_layer_ids) != NUM_EAGLE3_TAPS:
         raise UserError(f"it taps {len(config.target_layer_ids)} layers, and llama.cpp only takes {NUM_EAGLE3_TAPS}")
     named = {name_of(name.replace("midlayer.", "layers.0.")): tensor for name, tensor in tensors.items()}

@@ -267,9 +267,9 @@ def rename_tensors(tensors: Tensors, old: str, new: str) -> dict[str, Tensor]:
     return {new + name.removeprefix(old) if name.startswith(old) else name: t for name, t in tensors.items()}
 
 
-def cannot_hold(name: str, **contents: Any) -> None:
-    """Raise UserError for the first of `contents` that is set, as the format cannot hold it."""
-    for what, value in contents.items():
+def cannot_hold(name: str, config: DraftConfig, fields: str = "", **contents: Any) -> None:
+    """Raise UserError for the first of `contents` and the config's `fields` that is set: the format cannot hold it."""
+    for what, value in (contents | {field: getattr(config, field) for field in fields.split()}).items():
         if value:
             setting = what if value is True else f"{what} = {value}"
             raise UserError(f"the {name} format cannot hold this draft's {setting}")

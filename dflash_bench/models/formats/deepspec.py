@@ -66,15 +66,13 @@ def _taps(config: Json) -> tuple[int, ...]:
 def write_dflash(checkpoint: Checkpoint) -> Stored:
     config = checkpoint.config
     assert isinstance(config, DFlashConfig)
-    base.cannot_hold(
-        "deepspec",
-        infill_labels=not config.shifted_labels,
-        last_layer_behind_the_norm=config.taps != config.target_layer_ids,
-        draft_vocab_size=config.draft_vocab_size,
-        target_hidden_size=config.target_hidden_size,
-    )
+    own = {
+        "infill_labels": not config.shifted_labels,
+        "last_layer_behind_the_norm": config.taps != config.target_layer_ids,
+    }
+    base.cannot_hold("deepspec", config, "draft_vocab_size target_hidden_size", **own)
     heads.cannot_hold("deepspec", config, MarkovConfig)
-    base.cannot_hold("deepspec", body=config.body != PLAIN and config.body.kind)
+    base.cannot_hold("deepspec", config, body=config.body != PLAIN and config.body.kind)
     base.needs_vocabulary("deepspec", checkpoint)
     none = {"enable_confidence_head": False, "markov_rank": 0}
     header = {
@@ -92,14 +90,9 @@ def write_eagle3(checkpoint: Checkpoint) -> Stored:
     config = checkpoint.config
     assert isinstance(config, Eagle3Config)
     reduced = config.draft_vocab_size if config.draft_vocab_size != config.vocab_size else None
-    base.cannot_hold(
-        "deepspec",
-        draft_vocab_size=reduced,
-        target_hidden_size=config.target_hidden_size,
-        **{name: getattr(config, name) for name in base.EAGLE3_FLAGS},
-        layer_without_query_and_key_norms=not config.qk_norm,
-        window=config.window,
-    )
+    fields = " ".join(["target_hidden_size", *base.EAGLE3_FLAGS, "window"])
+    own = {"draft_vocab_size": reduced, "layer_without_query_and_key_norms": not config.qk_norm}
+    base.cannot_hold("deepspec", config, fields, **own)
     base.needs_vocabulary("deepspec", checkpoint)
     header = {"architectures": ["Qwen3Eagle3Model"], "draft_num_hidden_layers": 1}
     tensors = base.without_whole_map(config, checkpoint.tensors)

@@ -64,15 +64,8 @@ def _recommended(config: Json) -> int | None:
 
 def write_specforge(checkpoint: Checkpoint) -> Stored:
     config = _config_of(checkpoint)
-    base.cannot_hold(
-        "specforge",
-        query_and_key_norms=config.qk_norm,
-        attention_bias=config.attention_bias,
-        norm_before_fc=config.norm_before_fc,
-        fc_norm=config.fc_norm,
-        rope_scaling=config.rope_scaling,
-        window=config.window,
-    )
+    fields = "attention_bias norm_before_fc fc_norm rope_scaling window"
+    base.cannot_hold("specforge", config, fields, query_and_key_norms=config.qk_norm)
     width = {} if config.target_hidden_size is None else {"target_hidden_size": config.target_hidden_size}
     written = {
         "architectures": ["PEagleDraftModel"],

@@ -58,13 +58,8 @@ def write_eagle3(checkpoint: Checkpoint) -> Stored:
     config = checkpoint.config
     assert isinstance(config, Eagle3Config)
     inputs = base.shift_ids(config.target_layer_ids, 1)
-    base.cannot_hold(
-        "safeailab",
-        query_and_key_norms=config.qk_norm,
-        norm_before_residual=config.norm_before_residual,
-        taps_that_start_with_layer_0=inputs[0] == 1,
-        window=config.window,
-    )
+    own = {"query_and_key_norms": config.qk_norm, "taps_that_start_with_layer_0": inputs[0] == 1}
+    base.cannot_hold("safeailab", config, "norm_before_residual window", **own)
     norms = {name: True for name in ("fc_norm", "norm_output") if getattr(config, name)}
     inner = {"norm_before_fc": True} if config.norm_before_fc else {}
     width = {} if config.target_hidden_size is None else {"target_hidden_size": config.target_hidden_size}

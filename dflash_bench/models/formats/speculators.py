@@ -188,8 +188,8 @@ def _body_keys(config: DFlashConfig) -> dict[str, Any]:
     """Return the keys of DFlash 2's convolutions. Raises UserError for other bodies than DFlash's and DFlash 2's."""
     names = bodies.CONVOLUTION if isinstance(config.correction, SelectorConfig) else ()
     keys = {name: getattr(config.body, name) for name in names}
-    base.cannot_hold("speculators", body=config.body != replace(PLAIN, **keys) and config.body.kind)
-    base.cannot_hold("speculators", last_layer_behind_the_norm=config.taps != config.target_layer_ids)
+    base.cannot_hold("speculators", config, body=config.body != replace(PLAIN, **keys) and config.body.kind)
+    base.cannot_hold("speculators", config, last_layer_behind_the_norm=config.taps != config.target_layer_ids)
     if names and config.body.conv_kernel_size is None:
         raise UserError("the speculators format cannot hold a selector without convolutions")
     return keys

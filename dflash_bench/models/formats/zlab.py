@@ -167,12 +167,8 @@ def _refuse_another(config: Json, read: Checkpoint) -> None:
 def write_dflash(checkpoint: Checkpoint) -> Stored:
     config = checkpoint.config
     assert isinstance(config, DFlashConfig)
-    base.cannot_hold(
-        "zlab",
-        shifted_labels=config.shifted_labels,
-        draft_vocab_size=None if checkpoint.target_head else config.draft_vocab_size,
-        target_hidden_size=config.target_hidden_size,
-    )
+    reduced = "" if checkpoint.target_head else "draft_vocab_size"
+    base.cannot_hold("zlab", config, f"shifted_labels {reduced} target_hidden_size")
     if config.own_embedding or (config.own_head and not checkpoint.target_head):
         raise UserError(
             "the zlab format leaves embedding and head to the target, but this draft includes its own; "
