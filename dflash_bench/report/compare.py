@@ -5,7 +5,7 @@ Reads runs, refuses incomparable ones, and compares them with each other or with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -282,6 +282,22 @@ def _compat(run: RunTable, version: HarnessVersion) -> _Found:
     return _Found([section], made, list(zlab.notes(run.rows, version)))
 
 
+PUBLISHED: Mapping[str, Callable[[paper.PaperComparison], Value]] = {
+    "method": lambda one: one.method,
+    "drafts": lambda one: number(one.num_drafts, 0),
+    "formula": lambda one: one.published.formula,
+    "this run": lambda one: one.own,
+    "published": lambda one: one.published.value,
+    "published drafts": lambda one: number(one.published.num_drafts, 0),
+    "published for": lambda one: one.published.config,
+    "thinking": lambda one: one.published.thinking,
+    "conc.": lambda one: str(one.published.concurrency or "not stated"),
+    "hardware": lambda one: one.published.hardware,
+    "source": lambda one: one.published.source,
+}
+"""The columns beside published figures."""
+
+
 def _against(run: RunTable, against: str) -> _Found:
     identity = run.info.identity
     model = paper.model_of(identity)
@@ -289,40 +305,12 @@ def _against(run: RunTable, against: str) -> _Found:
     figures = paper.beside(zlab.official(run.rows, cells=cells_of_run(run)), target, identity)
     named = {settings.id: name for settings, name in short_names(settings_of(identity)).items()}
     spare = ("drafts", "published for", "thinking", "conc.", "hardware", "source")
-    heads = [
-        "method",
-        "drafts",
-        "formula",
-        "this run",
-        "published",
-        "published drafts",
-        "published for",
-        "thinking",
-        "conc.",
-        "hardware",
-        "source",
-    ]
-    rows: list[list[Value]] = [
-        [
-            b.method,
-            number(b.num_drafts, 0),
-            b.published.formula,
-            b.own,
-            b.published.value,
-            number(b.published.num_drafts, 0),
-            b.published.config,
-            b.published.thinking,
-            str(b.published.concurrency or "not stated"),
-            b.published.hardware,
-            b.published.source,
-        ]
-        for b in figures
-    ]
+    rows: list[list[Value]] = [[value(one) for value in PUBLISHED.values()] for one in figures]
     suites = [labels.with_settings(_label(run, one.suite), named[one.settings_id]) for one in figures]
     known = zlab.FORMULAS | paper.FORMULAS
     section = Section(
         "published",
-        table=ReportTable.of(heads, rows, spare=spare, groups=suites),
+        table=ReportTable.of([*PUBLISHED], rows, spare=spare, groups=suites),
         terms={name: formula for name, formula in known.items() if any(name in row for row in rows)}
         | {
             "drafts": "tokens drafted per round, here and as published",
