@@ -102,7 +102,8 @@ class RayPool(WorkerPool):
 
     def __init__(self, ray: Any, order: WorkerConfig, resources: Mapping[str, Any]) -> None:
         self.ray, self.order = ray, order
-        # Ray must not restart an actor: the driver must learn that its results are lost.
+        # Ray must not restart an actor: a retried task would wait for its own actor, for which there may be no place
+        # any more, while other workers are idle; and the driver must learn that its results are lost.
         self._kind = ray.remote(RayWorker).options(max_restarts=0, scheduling_strategy="SPREAD", **resources)
         self._numbers = count()
         self._actors: dict[int, Any] = {}
