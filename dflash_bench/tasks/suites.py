@@ -23,7 +23,6 @@ from dflash_bench.core import files
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.labels import shortened, visible
 from dflash_bench.core.types import NO_VALUE, Message, Prompt
-from dflash_bench.tasks import origins
 from dflash_bench.tasks.conversations import RecordedChat, answers_in, in_text, of_messages, refuse_placeholder
 from dflash_bench.tasks.rows import DataSet, Row, Rows, from_folder, from_hub, json_lines, rows_file
 
@@ -253,6 +252,8 @@ def load_prompts(
         rows, source = from_hub(suite.data)
     else:
         rows, source = from_folder(suite.data, Path(data)), f"folder {data}"
+        from dflash_bench.tasks import origins
+
         revision = origins.of_rows(rows_file(suite.data, Path(data)))
     templates = _columns_in(*suite.turns, suite.reference or "")
     read = {suite.id, suite.turns_column, suite.messages, *suite.options, *templates}

@@ -149,7 +149,9 @@ def line(what: str, figure: float) -> str:
 
 def seconds_in_kernels(backend: LocalBackend, method: str, chat: Sequence[Message]) -> float:
     """Return the median seconds of a round's compiled passes only, in the middle of an answer."""
-    from dflash_bench.engine.forward import compiled
+    from unittest.mock import patch
+
+    from dflash_bench.engine.forward import compiled, compiled_drafts
     from dflash_bench.engine.loop import decode
     from dflash_bench.engine.sampling import Sampling
 
@@ -164,11 +166,8 @@ def seconds_in_kernels(backend: LocalBackend, method: str, chat: Sequence[Messag
         calls.append(call)
         run(*call)
 
-    compiled.run = recorded  # type: ignore[assignment]
-    try:
+    with patch.object(compiled, "run", recorded), patch.object(compiled_drafts, "run", recorded):
         next(steps)
-    finally:
-        compiled.run = run
     for _ in range(200):
         start = time.perf_counter()
         for call in calls:

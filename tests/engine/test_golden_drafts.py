@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
-from dflash_bench.engine.forward.compiled import CompiledDFlash
+from dflash_bench.engine.forward.compiled_drafts import CompiledDFlash
 from dflash_bench.engine.forward.native import NativeForward
 from dflash_bench.engine.graphs import GraphCache
 from dflash_bench.engine.target import Target

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_bench.engine.cache import KVCache, rotations
-from dflash_bench.engine.forward.compiled import CompiledEagle3
+from dflash_bench.engine.forward.compiled_drafts import CompiledEagle3
 from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3
 from dflash_bench.engine.masks import causal_mask
 from dflash_bench.models.nets.dflash import DFlashDraft

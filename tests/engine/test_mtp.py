@@ -17,7 +17,7 @@ from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.mtp import MTPDrafter
 from dflash_bench.engine.forward.choice import has_numba
-from dflash_bench.engine.forward.compiled import CompiledMTP
+from dflash_bench.engine.forward.compiled_drafts import CompiledMTP
 from dflash_bench.engine.forward.native_drafts import NativeMTP, PublishedMTP
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.sampling import Sampling

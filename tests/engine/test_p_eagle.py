@@ -12,7 +12,7 @@ from torch.nn.functional import linear, rms_norm, silu
 from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.forward.choice import has_numba
-from dflash_bench.engine.forward.compiled import CompiledEagle3
+from dflash_bench.engine.forward.compiled_drafts import CompiledEagle3
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target

@@ -14,7 +14,7 @@ import dflash_bench as db
 from dflash_bench.core.errors import UserError
 from dflash_bench.engine.cache import KVCache, rotations
 from dflash_bench.engine.drafters.ddtree import ExpandedTreeDrafter, expanded_nodes
-from dflash_bench.engine.forward.compiled import CompiledDFlash
+from dflash_bench.engine.forward.compiled_drafts import CompiledDFlash
 from dflash_bench.engine.forward.native_drafts import NativeDFlash
 from dflash_bench.engine.masks import block_mask
 from dflash_bench.engine.target import Target

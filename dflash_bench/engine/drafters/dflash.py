@@ -141,7 +141,8 @@ class DFlashDrafter(CachedDrafter):
             return
         if why_not_layers(network.plain_layers):
             return
-        from dflash_bench.engine.forward.compiled import CompiledDFlash, CompiledLinear, compiled_once, lookup_of
+        from dflash_bench.engine.forward.compiled import CompiledLinear, lookup_of
+        from dflash_bench.engine.forward.compiled_drafts import CompiledDFlash, compiled_once
 
         self.network = compiled_once(self.draft, lambda: CompiledDFlash(network))
         self.embedding = lookup_of(self.embedding)

@@ -136,7 +136,8 @@ class Eagle3Drafter(StepDrafter):
         network = self.network
         if not isinstance(network, NativeEagle3) or why_not_layers([network.layer, *network.further]):
             return
-        from dflash_bench.engine.forward.compiled import CompiledEagle3, compiled_once, lookup_of
+        from dflash_bench.engine.forward.compiled import lookup_of
+        from dflash_bench.engine.forward.compiled_drafts import CompiledEagle3, compiled_once
 
         self.network = compiled_once(self.draft, lambda: CompiledEagle3(network))
         self.embedding = lookup_of(self.embedding)

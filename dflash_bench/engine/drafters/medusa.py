@@ -59,7 +59,8 @@ class MedusaDrafter:
         heads = self.heads
         if not isinstance(heads, MedusaHeads):
             return
-        from dflash_bench.engine.forward.compiled import STORED, CompiledMedusa, compiled_once
+        from dflash_bench.engine.forward.compiled import STORED
+        from dflash_bench.engine.forward.compiled_drafts import CompiledMedusa, compiled_once
 
         if next(heads.parameters()).dtype in STORED:
             self.heads = compiled_once(heads, lambda: CompiledMedusa(heads))

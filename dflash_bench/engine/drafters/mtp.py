@@ -59,7 +59,8 @@ class MTPDrafter(StepDrafter):
         network, head = self.network, self.head
         if not isinstance(network, NativeMTP) or why_not_layers([network.layer]):
             return
-        from dflash_bench.engine.forward.compiled import CompiledLinear, CompiledMTP, compiled_once, lookup_of
+        from dflash_bench.engine.forward.compiled import CompiledLinear, lookup_of
+        from dflash_bench.engine.forward.compiled_drafts import CompiledMTP, compiled_once
 
         self.network = compiled_once(self.draft, lambda: CompiledMTP(network))
         self.embedding = lookup_of(self.embedding)

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward import kernels
@@ -33,26 +31,14 @@ from dflash_bench.engine.forward.native import (
     linear_of,
     rotary_tables,
 )
-from dflash_bench.engine.forward.native_drafts import (
-    DFlashNetwork,
-    Eagle3Network,
-    FilteredLayer,
-    MTPNetwork,
-    NativeDFlash,
-    NativeEagle3,
-    NativeMTP,
-    Views,
-    views_by_kind,
-)
 from dflash_bench.engine.forward.tiles import LANES
 from dflash_bench.engine.lengths import Seen
 from dflash_bench.engine.masks import PassMask, ancestors
 from dflash_bench.models.nets.bodies import BlockConvolution, BlockView
-from dflash_bench.models.nets.layers import Rotary
 from dflash_bench.models.quantization import Int8Linear
 
 if TYPE_CHECKING:
-    from dflash_bench.models.nets.medusa import MedusaHeads
+    pass
 
 TILE = 8
 """Buffers hold a multiple of this many tokens."""
@@ -150,11 +136,11 @@ class CompiledNorm:
         width = x.shape[-1]
         num_tokens = x.numel() // width
         out = np.zeros((round_up(num_tokens, TILE), width), np.float32)
-        run(kernels.norm_rows, _flat(x), self.weights, self.eps, out[:num_tokens].reshape(-1))
+        run(kernels.norm_rows, flat(x), self.weights, self.eps, out[:num_tokens].reshape(-1))
         return out
 
 
-def _flat(x: Tensor) -> np.ndarray:
+def flat(x: Tensor) -> np.ndarray:
     """Return all numbers of x, as float32."""
     return x.float().contiguous().view(-1).numpy()
 
@@ -424,7 +410,7 @@ class CompiledForward:
         return logits, [torch.from_numpy(tapped).view(rows, num, -1).to(self.embedding.weight.dtype)]
 
 
-def _seen_by(views: Sequence[Seen], kv: KVCache, shape: tuple[int, int]) -> Placed:
+def seen_by(views: Sequence[Seen], kv: KVCache, shape: tuple[int, int]) -> Placed:
     """Return a draft's pass in the kernels' form, given masks [B or 1, 1, N or 1, visible] or None by kind of layer."""
     rows, num = shape
     starts = np.array(kv.starts, np.int64)
@@ -440,7 +426,7 @@ def _seen_by(views: Sequence[Seen], kv: KVCache, shape: tuple[int, int]) -> Plac
     return Placed(steps, starts, zero, zero, seen, lows, kv.first_row)
 
 
-def _blocks_by(views: Sequence[BlockView], kv: KVCache, shape: tuple[int, int]) -> Placed:
+def blocks_by(views: Sequence[BlockView], kv: KVCache, shape: tuple[int, int]) -> Placed:
     """Return a pass over blocks in the kernels' form; places before all windows are not even read."""
     rows, num = shape
     starts = np.array(kv.starts, np.int64)
@@ -474,7 +460,7 @@ def _bools(mask: Seen, num: int, visible: int) -> np.ndarray:
     return bools.expand(-1, num, -1).numpy().astype(np.uint8)
 
 
-def _tables_of(tables: Tables, shape: tuple[int, int]) -> list[np.ndarray]:
+def tables_of(tables: Tables, shape: tuple[int, int]) -> list[np.ndarray]:
     """Return cosines and sines [1, T, D] of the tokens, given [B or 1, N or 1, 1, D].
 
     They are contiguous: for a view with a stride of 0, kernels would be compiled again, in a timed pass.
@@ -483,149 +469,3 @@ def _tables_of(tables: Tables, shape: tuple[int, int]) -> list[np.ndarray]:
     if tables[0].shape[:2] != shape:
         tables = tables[0].expand(rows, num, 1, -1), tables[1].expand(rows, num, 1, -1)
     return [table.reshape(1, rows * num, -1).float().contiguous().numpy() for table in tables]
-
-
-Made = TypeVar("Made")
-_made: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-
-
-def compiled_once(draft: nn.Module, make: Callable[[], Made]) -> Made:
-    """Return the compiled network of a draft, made once and shared by all methods that use the draft.
-
-    Its weights are copies: later changes of the draft have no effect.
-    """
-    if draft not in _made:
-        _made[draft] = make()
-    network: Made = _made[draft]
-    return network
-
-
-class CompiledDFlash(DFlashNetwork):
-    """Computes `NativeDFlash` by compiled kernels, which need the views of the layers instead of masks."""
-
-    reads_views = True
-
-    def __init__(self, native: NativeDFlash) -> None:
-        self.native = native
-        if native.is_joined:
-            self.fc, self.context_norm = CompiledLinear(native.fc), CompiledNorm(native.context_norm)
-        filtered = [layer for layer in native.layers if isinstance(layer, FilteredLayer)]
-        self.layers = CompiledLayers(
-            native.plain_layers, native.norm, [(layer.attention_conv, layer.mlp_conv) for layer in filtered]
-        )
-
-    def context(self, features: Tensor, tables: Tables) -> Tensor:
-        if not self.native.is_joined:
-            return self.native.context(features, tables).float()
-        rows, num = features.shape[:2]
-        decoder = self.layers.decoder
-        inputs = self.context_norm(self.fc(features))
-        width = round_up(2 * decoder.num_kv * decoder.head_dim, LANES)
-        out = np.empty((len(decoder.layers), len(inputs), width), np.float32)
-        cos, sin = self._tables(tables, (rows, num))
-        run(kernels.run_context, decoder, inputs.reshape(-1), rows * num, cos, sin, out)
-        both = torch.from_numpy(out)[:, : rows * num].view(len(out), rows, num, 2, -1, decoder.head_dim)
-        return both.permute(0, 3, 1, 4, 2, 5)
-
-    def _tables(self, tables: Tables, shape: tuple[int, int]) -> list[np.ndarray]:
-        """Return cosines and sines [kinds, T, D] of the tokens: angles are the same in all kinds of layers."""
-        made, num_kinds = _tables_of(tables, shape), len(self.layers.kinds)
-        return made if num_kinds == 1 else [np.repeat(table, num_kinds, axis=0) for table in made]
-
-    def forward(self, embedded: Tensor, tables: Tables, seen: Views, cache: KVCache) -> Tensor:
-        shape, kinds = (embedded.shape[0], embedded.shape[1]), self.layers.kinds
-        x = embedded.flatten(0, 1).to(torch.float32, copy=True)
-        store = self.layers.store(cache, *self._tables(tables, shape))
-        by_kind = views_by_kind(seen, kinds)
-        views = [view for kind in kinds if isinstance(view := by_kind[kind], BlockView)]
-        if views:
-            placed = _blocks_by(views, cache, shape)
-        else:
-            placed = _seen_by(
-                [mask for kind in kinds if not isinstance(mask := by_kind[kind], BlockView)], cache, shape
-            )
-        work, _ = self.layers.through(x, shape, placed, store)
-        return torch.from_numpy(work.normed)[: x.numel()].view(embedded.shape).clone()
-
-
-class CompiledEagle3(Eagle3Network):
-    """Computes `NativeEagle3` by compiled kernels."""
-
-    def __init__(self, native: NativeEagle3) -> None:
-        self.native, self.config = native, native.config
-        self.fc, self.norm = CompiledLinear(native.fc), CompiledNorm(native.norm)
-        joined = torch.cat([native.layer.input_norm.weight, native.hidden_norm.weight])
-        self.norms, self.eps = joined.float().numpy(), np.float32(native.hidden_norm.eps)
-        self.layers = CompiledLayers([native.layer, *native.further], native.norm)
-        head: Any = native.head
-        self.head = CompiledLinear.of(head)
-
-    def fuse(self, features: Tensor) -> Tensor:
-        return self.fc(self.native.normed_features(features.flatten(0, 1))).view(*features.shape[:2], -1)
-
-    def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
-        shape = hidden.shape[0], hidden.shape[1]
-        x = torch.empty(shape[0] * shape[1], self.layers.decoder.width)
-        store, placed = self.layers.store(cache, *_tables_of(tables, shape)), _seen_by([seen], cache, shape)
-        work = self.layers.work(len(x), store.capacity + placed.seen.shape[3])
-        run(
-            kernels.join_inputs,
-            _flat(embedded),
-            _flat(hidden),
-            self.norms,
-            self.eps,
-            self.config.norm_before_residual,
-            work.normed,
-            x.view(-1).numpy(),
-        )
-        self.layers.through(x, shape, placed, store, is_given=True)
-        if self.config.norm_output:
-            return torch.from_numpy(work.normed)[: x.numel()].clone().view(hidden.shape)
-        return x.view(hidden.shape)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        if self.config.norm_output:
-            return self.head(hidden)
-        return self.head.project(self.norm(hidden), hidden.numel() // self.head.size).view(*hidden.shape[:-1], -1)
-
-
-class CompiledMTP(MTPNetwork):
-    """Computes `NativeMTP` by compiled kernels."""
-
-    is_steady = True
-
-    def __init__(self, native: NativeMTP) -> None:
-        self.native, self.fc = native, CompiledLinear(native.fc)
-        self.embedding_norm, self.hidden_norm = CompiledNorm(native.embedding_norm), CompiledNorm(native.hidden_norm)
-        self.layers = CompiledLayers([native.layer], native.norm)
-
-    def tables(self, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
-        return self.native.tables(length, dtype, device)
-
-    def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
-        shape = hidden.shape[0], hidden.shape[1]
-        pair = np.concatenate([self.embedding_norm(embedded), self.hidden_norm(hidden)], axis=1)
-        x = self.fc.project(pair, shape[0] * shape[1]).contiguous()
-        store, placed = self.layers.store(cache, *_tables_of(tables, shape)), _seen_by([seen], cache, shape)
-        work, _ = self.layers.through(x, shape, placed, store)
-        return torch.from_numpy(work.normed)[: x.numel()].clone().view(hidden.shape)
-
-
-class CompiledMedusa:
-    """Computes `MedusaHeads`, with products by compiled kernels."""
-
-    def __init__(self, heads: MedusaHeads) -> None:
-        layers: list[list[Any]] = [[*head.children()] for head in heads]
-        self.heads = [
-            ([CompiledLinear.of(block.linear) for block in blocks], CompiledLinear.of(last)) for *blocks, last in layers
-        ]
-
-    def __call__(self, hidden: Tensor, num_heads: int) -> Tensor:
-        """Return the first heads' logits [..., heads, V] for hidden states [..., H]."""
-        logits = []
-        for blocks, last in self.heads[:num_heads]:
-            x = hidden.float()
-            for block in blocks:
-                x = x + silu(block(x))
-            logits.append(last(x))
-        return torch.stack(logits, dim=-2)
