@@ -288,7 +288,7 @@ _DECLARED = (
     Metric(
         id="other_ms", formula="mean milliseconds per round that neither draft nor target takes",
         top=("other_s",), bottom=("timed_rounds",), **_TIME,
-        shown=(Shown("rounds", 3, "other\nms", is_spare=True),),
+        shown=(Shown("rounds", 3, "overhead\nms", is_spare=True),),
     ),
     Metric(
         id="break_even_al", formula="(t_draft + t_verify) / t_ar per round; below this al.pooled speculation loses",

@@ -236,17 +236,17 @@ def open_backend(
     capture: str | None = None,
     cache_bytes: int = 0,
     kernels: str | None = None,
-    lets_go: bool = False,
+    may_free: bool = False,
 ) -> LocalBackend:
     """Open the local backend with a drafter for each method, by label.
 
-    `engine` and `kernels` choose the code that computes the target, and `lets_go` drops weights that it no longer reads
-    (`selection.target_of`); `capture` is the `how` of `capture_passes`. The judge always uses the publisher's code, on
-    its own copy of the weights if that fits beside `cache_bytes` of caches (`judge_weights.py`). Raises UserError for
-    an impossible combination.
+    `engine` and `kernels` choose the code that computes the target; with `may_free` it drops weights that it no longer
+    reads (`selection.target_of`). `capture` is the `how` of `capture_passes`. The judge always uses the publisher's
+    code, on its own copy of the weights if that fits beside `cache_bytes` of caches (`judge_weights.py`). Raises
+    UserError for an impossible combination.
     """
     chat_judge = chat_judge_of(models, max_new_tokens, lambda: stop_ids(models.target, models.tokenizer), cache_bytes)
-    target = target_of(models.target, engine, kernels, lets_go and chat_judge.weights != SHARED_WEIGHTS)
+    target = target_of(models.target, engine, kernels, may_free and chat_judge.weights != SHARED_WEIGHTS)
     trees = [method.label for method in methods if method.kind.shape == "tree"]
     if trees and not target.reads_trees:
         kind = target.config.model_type

@@ -25,11 +25,11 @@ SMALL = 1 << 28
 """Weights up to this many bytes are always assumed to fit."""
 
 
-def target_of(model: Any, engine: str | None = None, kernels: str | None = None, lets_go: bool = False) -> Target:
+def target_of(model: Any, engine: str | None = None, kernels: str | None = None, may_free: bool = False) -> Target:
     """Return the target, computed by `engine`: "native", "transformers", or None for native if it covers the target.
 
     `kernels` of the native forward are "numba", "torch", or None for numba on a CPU if it covers the target. Either is
-    used only if it agrees with transformers on a probe. With `lets_go`, weights that numba's kernels hold in their own
+    used only if it agrees with transformers on a probe. With `may_free`, weights that numba's kernels hold in their own
     layout are dropped from the model. Raises UserError for a choice that does not cover the target, or disagrees.
     """
     if engine == "transformers":
@@ -40,7 +40,7 @@ def target_of(model: Any, engine: str | None = None, kernels: str | None = None,
     published, native = _probe(Target(model)), NativeForward(model)
     why_torch = None
     if kernels != "torch" and (kernels is not None or model.device.type == "cpu"):
-        target, why_torch = _compiled(model, native, published, lets_go)
+        target, why_torch = _compiled(model, native, published, may_free)
         if target is not None:
             return target
         if kernels is not None:
@@ -53,11 +53,11 @@ def target_of(model: Any, engine: str | None = None, kernels: str | None = None,
     return target
 
 
-def _compiled(model: Any, native: NativeForward, published: Tensor, lets_go: bool) -> tuple[Target | None, str | None]:
+def _compiled(model: Any, native: NativeForward, published: Tensor, may_free: bool) -> tuple[Target | None, str | None]:
     """Return the target computed by numba's kernels, or None and why they cannot."""
     from dflash_bench.engine.forward.choice import let_go, why_not_compiled
 
-    reason = why_not_compiled(native) or _no_room(model, lets_go)
+    reason = why_not_compiled(native) or _no_room(model, may_free)
     if reason is not None:
         return None, reason
     from dflash_bench.engine.forward.compiled import CompiledForward
@@ -66,15 +66,15 @@ def _compiled(model: Any, native: NativeForward, published: Tensor, lets_go: boo
     reason = _disagreement(published, target)
     if reason is not None:
         return None, f"they compute it differently ({reason})"
-    if lets_go:
+    if may_free:
         let_go(model)
     return target, None
 
 
-def _no_room(model: nn.Module, lets_go: bool) -> str | None:
-    """Return a reason if memory is too small for a second layout of the weights; `lets_go` drops the first one."""
+def _no_room(model: nn.Module, may_free: bool) -> str | None:
+    """Return a reason if memory is too small for a second layout of the weights; `may_free` drops the first one."""
     free, needed = environment.free_bytes(), sum(weight.nbytes for weight in model.parameters())
-    if free is None or needed * (1 if lets_go else SPARE) <= free or needed <= SMALL:
+    if free is None or needed * (1 if may_free else SPARE) <= free or needed <= SMALL:
         return None
     return "there is not enough memory to lay out its weights again"
 

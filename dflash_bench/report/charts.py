@@ -182,7 +182,7 @@ def _steps(cell: Cell) -> list[tuple[str, str, float]]:
     length, plain, *parts = (value or 0.0 for value in values)
     steps = [("tokens per round", "if a round took as long as a plain step", length)]
     spent = 0.0
-    for name, cost in zip(("verify", "draft", "other"), parts, strict=True):
+    for name, cost in zip(("verify", "draft", "overhead"), parts, strict=True):
         spent += cost
         words = f"{number(cost)} ms, {number(cost / plain)} plain steps"
         steps.append((name, words, length * plain / spent if spent else length))

@@ -176,9 +176,10 @@ def _why_slow(cell: Cell) -> str:
     if al is None or needed is None or not parts:
         return "the backend does not report rounds, so the reason is unknown"
     compared = "below" if al < needed else "not below"
-    besides = "" if al < needed else ", which leaves out other ms and the draft's prefill"
-    round_ms = ", ".join(f"{name} {part_ms:.3g}" for name, part_ms in parts.items())
-    largest = f"{max(parts, key=lambda name: parts[name])} is the largest part of a round ({round_ms} ms)"
+    besides = "" if al < needed else ", which leaves out overhead and the draft's prefill"
+    known = {name if name != "other" else "overhead": part_ms for name, part_ms in parts.items()}
+    round_ms = ", ".join(f"{name} {part_ms:.3g}" for name, part_ms in known.items())
+    largest = f"{max(known, key=lambda name: known[name])} is the largest part of a round ({round_ms} ms)"
     return f"al.pooled {al:.2f} is {compared} break_even_al {needed:.2f}{besides}; {largest}"
 
 

@@ -69,7 +69,7 @@ def of_cells(cells: Sequence[Cell], findings: Sequence[Finding]) -> list[Section
             table=columns.main_table(cells, RESULTS, findings),
             legend=[*columns.legend(cells, findings), *columns.notes(cells)],
         ),
-        Section("rounds", "Per round", columns.main_table(cells, ROUNDS, findings), columns.counted(cells)),
+        Section("rounds", "Time per round", columns.main_table(cells, ROUNDS, findings), columns.counted(cells)),
     ]
 
 

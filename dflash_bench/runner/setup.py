@@ -43,7 +43,7 @@ def open_local(resolved: RunPlan, begins: Callable[[str], object] = lambda _: No
     `begins` is called before the judge is loaded. Raises UserError as `open_engine` does.
     """
     backend = open_engine(
-        resolved.model, resolved.methods, resolved.request, resolved.max_new_tokens, resolved.cache_bytes, lets_go=True
+        resolved.model, resolved.methods, resolved.request, resolved.max_new_tokens, resolved.cache_bytes, may_free=True
     )
     begins("loading the judge")
     backend.chat_judge.read()
@@ -139,11 +139,11 @@ def open_engine(
     request: RunRequest,
     max_new_tokens: int,
     cache_bytes: int = 0,
-    lets_go: bool = False,
+    may_free: bool = False,
 ) -> LocalBackend:
     """Open the engine of this process with these models, for runs, workers and diagnoses alike.
 
-    `cache_bytes` is the size of the caches; the judge gets separate weights if these fit beside them. With `lets_go`
+    `cache_bytes` is the size of the caches; the judge gets separate weights if these fit beside them. With `may_free`
     the models drop weights that the engine holds in another layout (`selection.target_of`). Raises UserError for an
     unavailable device, dtype or model.
     """
@@ -169,7 +169,7 @@ def open_engine(
         request.capture,
         cache_bytes,
         request.kernels,
-        lets_go,
+        may_free,
     )
 
 

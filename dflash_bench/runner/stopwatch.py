@@ -238,7 +238,7 @@ def objection(
         return None
     answer = watch.answers.get(request or 0)
     if answer is None or answer.first is None:
-        return Objection("counter", "the runner heard of no token")
+        return Objection("counter", "the runner received no token")
     counted = _counted(answer, generation) or _begun(watch, answer, request or 0, num_rows)
     if request is None:
         counted = counted or _passes(answer)
@@ -265,10 +265,10 @@ def _beside(watch: Stopwatch, is_probe: bool, was_late: bool) -> Objection | Non
 
 def _counted(answer: AnswerMoments, generation: Generation) -> Objection | None:
     if generation.token_ids != tuple(answer.tokens):
-        why = f"the runner heard other tokens ({len(answer.tokens)}) than these ({len(generation.token_ids)})"
+        why = f"the runner received other tokens ({len(answer.tokens)}) than these ({len(generation.token_ids)})"
         return Objection("counter", why)
     if generation.emitted is not None and generation.emitted != tuple(answer.counts[1:]):
-        why = f"the runner heard of {answer.num_rounds} rounds, and not of these {len(generation.emitted)}"
+        why = f"the runner received {answer.num_rounds} rounds, and not of these {len(generation.emitted)}"
         return Objection("counter", why)
     return None
 

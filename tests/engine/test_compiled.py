@@ -147,7 +147,7 @@ def test_broken_weights_end_an_answer_with_an_error() -> None:
 
 def test_weights_that_the_kernels_hold_are_let_go_and_answers_stay() -> None:
     expected = opened("torch").generate_ids("dflash", PROMPTS)
-    backend = opened("numba", lets_go=True)
+    backend = opened("numba", may_free=True)
     layer = backend.target.model.model.layers[0]
     assert layer.mlp.down_proj.weight.device.type == layer.self_attn.q_proj.weight.device.type == "meta"
     assert [one.token_ids for one in backend.generate_ids("dflash", PROMPTS)] == [one.token_ids for one in expected]
@@ -184,13 +184,13 @@ def test_there_must_be_room_for_weights_in_another_layout(monkeypatch: pytest.Mo
     model = tiny("llama")
     size = sum(weight.nbytes for weight in model.parameters())
     monkeypatch.setattr(selection, "SMALL", 0)
-    for free, lets_go, name in (
+    for free, may_free, name in (
         (size, True, "native, numba kernels"),
         (size, False, "native"),
         (size - 1, True, "native"),
     ):
         monkeypatch.setattr(selection.environment, "free_bytes", lambda free=free: free)
-        assert network_name(target_of(copy.deepcopy(model), lets_go=lets_go)) == name
+        assert network_name(target_of(copy.deepcopy(model), may_free=may_free)) == name
 
 
 # Where compiled code is kept.

@@ -146,7 +146,7 @@ def test_caches_are_as_large_as_predicted(label: str, opened: tuple[Models, Loca
 def test_what_kernels_hold_twice_and_in_float32_is_predicted() -> None:
     some = chosen("ar", "dflash")
     models = load("nano", ["dflash"], "cpu", torch.bfloat16)
-    backend = open_backend(models, NANO, some, max_new_tokens=8, lets_go=True)
+    backend = open_backend(models, NANO, some, max_new_tokens=8, may_free=True)
     prompt = backend.encode([Message("user", "Add 3 and 4.")])
     assert not backend.generate_ids("dflash", [prompt])[0].error
     predicted = demand_of(

@@ -18,7 +18,7 @@ def test_the_steps_lead_from_the_tokens_of_a_round_to_the_speedup(tmp_path: Path
     document = read_document(stored(tmp_path / "run", answers(30)))
     (waterfall,) = charts.waterfalls(document)
     (cell,) = [cell for cell in document.cells if cell.method == "dflash"]
-    assert [step.name for step in waterfall.steps] == ["tokens per round", "verify", "draft", "other"]
+    assert [step.name for step in waterfall.steps] == ["tokens per round", "verify", "draft", "overhead"]
     first, *_, last = (float(step.speedup.removesuffix("x")) for step in waterfall.steps)
     assert first == pytest.approx(cell.value("al.pooled"), abs=0.006)
     assert last == pytest.approx(cell.value("speedup.decode"), rel=0.02)

@@ -170,7 +170,7 @@ def test_card_and_page_say_what_weakens_the_mean_over_suites(tmp_path: Path, mai
     page = Path("page.html").read_text()
     tile = page[page.index('class="tile"') :].partition("</div>")[0]
     assert ">interval contains 1</i>" in tile and ">few prompts</i>" in tile
-    table = page[page.index('<section id="results">') :].partition("Per round")[0]
+    table = page[page.index('<section id="results">') :].partition("Time per round")[0]
     assert ">n</i>" in table and "<p>n = " in table
 
 

@@ -57,10 +57,10 @@ def slow_prefill(said: Generation) -> Generation:
     [
         (halved, {"ar", "dflash"}, "clock: decoding is said"),
         (quick_drafts, {"dflash"}, "clock: decoding is said"),
-        (merged, {"ar", "dflash"}, "counter: the runner heard of"),
+        (merged, {"ar", "dflash"}, "counter: the runner received"),
         (slow_prefill, {"ar", "dflash"}, "clock: decoding is said"),
-        (another_token, {"ar", "dflash"}, "counter: the runner heard other tokens"),
-        (without_end, {"ar", "dflash"}, "counter: the runner heard other tokens"),
+        (another_token, {"ar", "dflash"}, "counter: the runner received other tokens"),
+        (without_end, {"ar", "dflash"}, "counter: the runner received other tokens"),
     ],
 )
 def test_what_a_backend_says_otherwise_than_the_runner_heard_it_is_a_failed_row(
@@ -172,7 +172,7 @@ def too_late(said: Generation) -> Generation:
     [
         ("generation", lambda said: replace(said, decode_s=said.decode_s / 4), "clock: decoding is said"),
         ("generation", lambda said: replace(said, prefill_s=said.prefill_s / 5), "clock: prefill is said"),
-        ("generation", merged, "counter: the runner heard of"),
+        ("generation", merged, "counter: the runner received"),
         ("timed", too_late, "clock: the answer is said to have ended after"),
         ("timed", lambda said: replace(said, end_s=said.start_s), "clock: the answer is said to have taken"),
     ],
@@ -348,7 +348,7 @@ def test_who_tells_nothing_is_held_against_the_call_alone(clock: list[float]) ->
     watch = Stopwatch()
     with watch:
         clock[0] += 0.08
-    assert objection_alone(watch, SAID, tells_rounds=True) == Objection("counter", "the runner heard of no token")
+    assert objection_alone(watch, SAID, tells_rounds=True) == Objection("counter", "the runner received no token")
     assert objection_alone(watch, SAID, tells_rounds=False) is None
     assert objection_alone(watch, replace(SAID, decode_s=0.07), tells_rounds=False)
     assert stopwatch.objection(watch, replace(SAID, start_s=0.0, end_s=0.081), request=0, tells_rounds=False) is None

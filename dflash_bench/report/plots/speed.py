@@ -167,10 +167,11 @@ def rounds(material: Material) -> Any:
         for at, cell in enumerate(cells)
     ]
     left = np.zeros(len(cells))
-    hatches = {"draft": "///", "verify": "", "other": ""}
+    looks = {"draft": ("///", "draft"), "verify": ("", "verify"), "other": ("", "overhead")}
     for name, colour in PARTS.items():
+        hatch, label = looks[name]
         values = np.array([cell.value(f"{name}_ms") or 0.0 for cell in cells])
-        axes.barh(range(len(cells)), values, 0.72, left=left, color=colour, hatch=hatches[name], label=name)
+        axes.barh(range(len(cells)), values, 0.72, left=left, color=colour, hatch=hatch, label=label)
         left += values
     for place, total in enumerate(left):
         axes.annotate(
