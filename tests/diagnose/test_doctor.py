@@ -61,7 +61,7 @@ def test_a_target_that_is_read_once_accepts_as_the_real_one(method: str, monkeyp
         return answers
 
     monkeypatch.setattr(doctor, "measure_acceptance", both)
-    examined(method, limit=1, max_new_tokens=12)
+    examined(method, limit=1, max_new_tokens=6)
     assert len(seen) > 10 and all(seen)
 
 

@@ -122,8 +122,8 @@ def toy() -> Any:
     return SimpleNamespace(target=table, judge=SimpleNamespace(model=table.model), drafters=drafters)
 
 
-def state(method: str, settings: Settings = SETTINGS) -> str:
-    draws = measure(toy(), [method], PROMPTS, settings, NUM_DRAWS, LENGTH)
+def state(method: str, settings: Settings = SETTINGS, num_draws: int = NUM_DRAWS) -> str:
+    draws = measure(toy(), [method], PROMPTS, settings, num_draws, LENGTH)
     (verdict,) = judge_methods(draws, run_tests(draws))
     return verdict.state
 
@@ -158,16 +158,13 @@ def test_answers_have_seeds_of_their_own_which_are_the_same_under_all_methods(so
     assert not np.array_equal(plain, rejection, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("rule", "method"),
-    [(rule, method) for rule in (*WRONG_RULES, *NUMBERS) for method in rule.methods],
-    ids=lambda one: one.name if isinstance(one, WrongRule) else one,
-)
+@each("rule, method", [(rule, method) for rule in (*WRONG_RULES, *NUMBERS) for method in rule.methods])
 def test_a_wrong_rule_is_found_out(rule: WrongRule, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule.plant(monkeypatch)
     # The toy's target has a begin of its own, and its drafters no cache.
     monkeypatch.setattr(KVCache, "belongs_to_draft", False, raising=False)
-    assert state(method) == "differs"
+    # Few draws show most of them.
+    assert "differs" in (state(method, num_draws=number) for number in (NUM_DRAWS // 4, NUM_DRAWS))
 
 
 @pytest.mark.parametrize("share", ["p - q/2", "p - 2q"])

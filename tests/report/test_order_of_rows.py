@@ -15,10 +15,16 @@ from helpers.runs import answers, changed, listed, stored
 
 Main = Callable[..., tuple[int, str, str]]
 SCREENS = (
-    ("report", "run", "--format", "json"), ("report", "run", "--full"), ("report", "run", "--by", "category"),
-    ("report", "run", "--by", "output-position"), ("compare", "run", "before", "--json"), ("compare", "run", "--json"),
-    ("check", "run", "--json"), ("card", "run"), ("replay", "run", "--n", "2", "--json"),
-)  # fmt: skip
+    ("report", "run", "--format", "json"),
+    ("report", "run", "--full"),
+    ("report", "run", "--by", "category"),
+    ("report", "run", "--by", "output-position"),
+    ("compare", "run", "before", "--json"),
+    ("compare", "run", "--json"),
+    ("check", "run", "--json"),
+    ("card", "run"),
+    ("replay", "run", "--n", "2", "--json"),
+)
 
 
 def shuffled(run: Path) -> None:
