@@ -5,7 +5,8 @@ Nothing is downloaded: without the target's tokenizer on this disk, texts are no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,10 @@ def _decoded_again(results: RunTable) -> Reread:
         return Reread((), ("texts were not checked: the target's tokenizer is not on this disk",))
     fast = report_answers.read_tokenizer(tokenizer)
     flaws, num_other = Flaws(results), 0
+    slow = cache(lambda: _slow_decoder(tokenizer))  # takes longer to load than most parts to decode
     for batch, names in flaws.rows(COLUMNS):
         other, is_certain = _other(
-            batch, lambda ids: [str(text) for text in fast.decode_batch(ids, skip_special_tokens=True)], tokenizer
+            batch, lambda ids: [str(text) for text in fast.decode_batch(ids, skip_special_tokens=True)], slow
         )
         num_other += is_certain * len(other)
         for at in other:
@@ -61,20 +63,26 @@ def _tokenizers(results: RunTable) -> Iterator[Path]:
             yield path
 
 
-def _other(batch: Any, decode: Decode, tokenizer: Path) -> tuple[list[int], bool]:
+def _other(batch: Any, decode: Decode, slow_decoder: Callable[[], Decode | None]) -> tuple[list[int], bool]:
     """Return the rows whose text is wrong by both the tokenizer's file and transformers, which reads more files.
 
     And whether there was this second opinion.
     """
     if not (rows := row_checks.other(batch, decode)):
         return [], False
+    if (slow := slow_decoder()) is None:
+        return rows, False
+    return [rows[at] for at in row_checks.other(batch.take(rows), slow)], True
+
+
+def _slow_decoder(tokenizer: Path) -> Decode | None:
+    """Return the decoder of transformers; None without torch."""
     try:
         from dflash_bench.models.chat import decoder
 
-        slow = decoder(tokenizer.parent)
-    except (ImportError, UserError):  # without torch there is no second opinion
-        return rows, False
-    return [rows[at] for at in row_checks.other(batch.take(rows), slow)], True
+        return decoder(tokenizer.parent)
+    except (ImportError, UserError):
+        return None
 
 
 def _is_same_target(results: RunTable, tokenizer: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -45,9 +46,19 @@ def of(pair: Sequence[Settings], folder: Path, worse: bool = False, **identity: 
     return stored(folder, rows, settings=settings_to_json(pair), **identity)
 
 
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return of((ONE, OTHER), tmp_path_factory.mktemp("both") / "run")
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return of((ONE, OTHER), tmp_path / "run")
+def run(both: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(both, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def material(both: Path) -> Material:
+    return Material(read_document(both))
 
 
 def apart(text: str) -> bool:
@@ -132,19 +143,17 @@ def test_each_has_badges_and_findings_of_its_own(tmp_path: Path) -> None:
 
 
 @each("name", ["speedup", "acceptance", "positions", "output", "rounds", "prompts"])
-def test_every_plot_has_a_place_for_each(name: str, run: Path) -> None:
-    material = Material(read_document(run))
+def test_every_plot_has_a_place_for_each(name: str, material: Material) -> None:
     assert len(material.groups) == 2
     assert apart(plots.svg(material, name))
 
 
-def test_the_axis_of_a_sweep_has_both(run: Path) -> None:
-    svg = plots.svg(Material(read_document(run)), "sweep")
+def test_the_axis_of_a_sweep_has_both(material: Material) -> None:
+    svg = plots.svg(material, "sweep")
     assert "0.7000001" in svg and re.search(r"\b0\.7\b(?!0)", svg)
 
 
-def test_acceptance_is_counted_by_their_keys(run: Path) -> None:
-    material = Material(read_document(run))
+def test_acceptance_is_counted_by_their_keys(material: Material) -> None:
     for by_cell in (material.histograms, material.along):
         assert {key.settings_id for key in by_cell} == {ONE.id, OTHER.id}
     counts = [sum(material.histograms["gsm8k", "", one.id, "dflash"].values()) for one in (ONE, OTHER)]
