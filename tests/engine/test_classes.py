@@ -26,7 +26,7 @@ from helpers.toy import Scripted, Tree, Watching, changes, generated, run, somet
 
 KINDS = [*ATTENTION, *HYBRID]
 VOCAB, NEW = 97, 14
-PROMPTS = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11], list(range(2, 24)), [90, 1, 90], [8] * 7, [17, 3], [1, 2, 3, 4], [40, 7]]
+PROMPTS = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11], list(range(2, 24)), [90, 1, 90], [8] * 7]
 """Some longer than the window, some that reach it while they answer, some that hardly do."""
 
 
@@ -49,7 +49,7 @@ def test_plain_decoding_in_our_loop_is_what_transformers_generates(kind: str) ->
     assert run(target, NoDrafter(), PROMPTS, NEW).tokens == expected
 
 
-SIZES = [(1, 8), (5, 1), (16, 3), (2, 3), (5, 8), (16, 1)]
+SIZES = [(1, 5), (5, 1), (16, 3), (2, 3), (5, 5), (16, 1)]
 """Numbers of drafts and of rows."""
 
 
@@ -68,7 +68,7 @@ CHANGES = [*changes(VOCAB, 1)]
 
 @each(
     ("kind", "change"),
-    [(kind, CHANGES[number]) for at, kind in enumerate(KINDS) for number in sorted({0, 1 + at % 6, 1 + (at + 2) % 6})],
+    [(kind, CHANGES[number]) for at, kind in enumerate(KINDS) for number in (0, 1 + at % 6)],
 )
 def test_whatever_is_drafted_the_tokens_are_the_plain_ones(kind: str, change: str) -> None:
     stop = answers(kind)[1][6]
@@ -87,10 +87,10 @@ def cut(answer: list[int], stop: int) -> list[int]:
 @each("shape", ["chain", "branching"])
 @each("kind", ATTENTION)
 def test_trees_deeper_than_the_window_give_the_plain_tokens(kind: str, shape: str) -> None:
-    for num_rows in (1, 3):
-        out = run(Target(made(kind)), Tree(texts(kind)[:num_rows], 10, shape, VOCAB), PROMPTS[:num_rows], NEW)
-        assert out.tokens == answers(kind)[:num_rows]
-        assert max(count for step in out.rounds for count in step.accepted) == 10
+    num_rows = 1 if shape == "chain" else 3
+    out = run(Target(made(kind)), Tree(texts(kind)[:num_rows], 10, shape, VOCAB), PROMPTS[:num_rows], NEW)
+    assert out.tokens == answers(kind)[:num_rows]
+    assert max(count for step in out.rounds for count in step.accepted) == 10
 
 
 @each("kind", HYBRID)

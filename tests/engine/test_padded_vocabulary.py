@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,7 @@ def test_padding_that_no_text_uses_changes_no_round(name: str, of_draft: int, of
 # On nano, whose 1000 tokens lie in 1024 rows, with the kinds of drafts that no golden case has.
 
 
+@cache
 def rounds_of(target: Path, method: str, draft: Path) -> list[Any]:
     with db.Engine(target=target, drafts={method: draft}, dtype="float32") as engine:
         answer = engine.generate(QUESTION, method=method, max_new_tokens=40)

@@ -370,7 +370,7 @@ def test_a_captured_round_has_few_launches(device: Device, label: str) -> None:
     assert max(one.total() for one in last) <= LAUNCHES[label]
 
 
-@pytest.mark.parametrize("label", ["dflash", "eagle3", "draft-model"])
+@pytest.mark.parametrize("label", ["dflash", "eagle3"])
 def test_a_gpu_captures_and_fuses_by_itself(device: Device, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "cuda_graph", device.capture)
     monkeypatch.setattr(fused, "fuse", lambda network: fuse(network, lambda function, **_options: function))
