@@ -29,7 +29,8 @@ PARTS = {
     "diagnose": "verify-distribution profile doctor conform crosscheck",
     "models": "models fetch inspect convert build-datastore",
     "train": "train",
-    "results": "runs index open compare import baseline check report replay card movie plot",
+    "results": "runs index open compare import baseline check",
+    "show": "report replay card movie plot",
 }
 """The files of commands in the order of --help, and their commands."""
 
