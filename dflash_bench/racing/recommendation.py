@@ -40,7 +40,7 @@ OUTCOMES = {
 WHYS = {
     "wrong": "is out: its answers are not the model's own",
     "failed": "failed",
-    "drifted": "sped up by more than its tokens per round, which is impossible: the machine's speed drifted",
+    "drifted": "was sped up by more than its tokens per round, which is impossible: the machine's speed drifted",
 }
 LEGEND = (
     "vs. fastest: the speed-up divided by that of the fastest method, on the prompts that both answered. tokens/s "

@@ -129,7 +129,7 @@ def test_a_method_with_other_answers_is_out_and_the_command_fails(
     (decision,) = answer()["decisions"]
     assert decision["choice"] == "eagle3:3"
     assert {one["method"]: one["verdict"] for one in decision["tried"]}["dflash:7"] == "wrong"
-    assert "\ndflash:7 is out, as it gave answers that are not the model's own\n" in capsys.readouterr().out
+    assert "\ndflash:7 is out: its answers are not the model's own\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("lasts", [False, True])

@@ -195,7 +195,7 @@ def test_prompts_are_scored_and_what_nothing_reads_is_told(here: Path, main: Mai
     asked = ("run", "--prompts", "mine.jsonl", "--score", "gsm8k_number", "--out", "new")
     code, out, err = main(*asked)
     assert code == 0 and err.startswith("note: mine.jsonl") and " sourc " in err and err.count("\n") == 1
-    assert "tokens per round" in out
+    assert "per round" in out
     out = main("report", "new")[1]
     assert next(line.split()[-1] for line in out.splitlines() if line.startswith("  plain ")) == "0.0"
 
