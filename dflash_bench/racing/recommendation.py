@@ -126,8 +126,10 @@ class Recommended:
 def sections(found: Recommended) -> list[Section]:
     made = found.decisions
     drafting = list(dict.fromkeys(one.choice for one in made if one.verdict == "faster"))
+    is_unnamed = found.model == "server"
+    whose = " (the servers' model is unknown; name it with --target)" if is_unnamed else f" for {found.model}"
     parts = [
-        Section("decision", f"Recommendation for {found.model}", sentences=[*_by_load(made)]),
+        Section("decision", f"Recommendation{whose}", sentences=[*_by_load(made)]),
         Section("changes", "When this changes", sentences=[*_changes(made)]),
         Section("flags", "Server flags", sentences=[line for one in drafting for line in _flags(one, found)]),
         Section("memory", "Memory", sentences=[line for one in drafting for line in _memory(one, found)]),
