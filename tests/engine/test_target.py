@@ -31,11 +31,11 @@ KINDS: dict[str, Any] = {
 @each("kind", KINDS)
 def test_plain_decoding_gives_what_transformers_generates(kind: str) -> None:
     model = KINDS[kind]()
-    expected = [generated(model, prompt, 20) for prompt in PROMPTS]
-    assert len({token for answer in expected for token in answer}) > 10
+    expected = [generated(model, prompt, 12) for prompt in PROMPTS]
+    assert len({token for answer in expected for token in answer}) > 8
     target = Target(model)
-    assert plain(target, PROMPTS, 20) == expected
-    assert run(target, NoDrafter(), PROMPTS, 20).tokens == expected
+    assert plain(target, PROMPTS, 12) == expected
+    assert run(target, NoDrafter(), PROMPTS, 12).tokens == expected
 
 
 @each("kind", ["qwen3, tied", "gpt2, learned positions"])
