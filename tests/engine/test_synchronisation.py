@@ -275,8 +275,9 @@ CASES = [
     if not (sampling.greedy and label in DRAWN)
     # Others differ in what they draft: once alone and greedily, once in rows that are drawn.
     if label in IN_EVERY_WAY or (num_rows == 1) == (sampling.greedy and label not in DRAWN)
-    # Drawn drafts have a label of their own.
+    # Drawn drafts have a label of their own, and bodies take turns.
     if num_rows == 1 or f"{label}, drawn" not in DRAWN or label in IN_EVERY_WAY
+    if label.removeprefix("dflash, ") not in BODIES or [*METHODS].index(label) % 2 == num_rows // 3
 ]
 
 
