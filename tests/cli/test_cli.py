@@ -315,7 +315,7 @@ NO_EFFECT = {
     "--suite gsm8k --method dflash:7 --block-size 8": "--block-size --method dflash",
     "--suite gsm8k --seed 3 --temperature 1e-6": "--seed temperature",
     "--suite gsm8k --audit all --temperature 1": "--audit temperature",
-    "--method dflash": "--suite agentic_coding, aime24,",
+    "--method dflash": "--suite --prompts",
     "--suite gsm8k --draft eagle3=a/b --method dflash": "--draft eagle3= --method",
     "--suite gsm8k --target a/b": "a/b --draft dflash=PATH",
     "--suite gsm8k --draft dflash": "--draft dflash: dflash=org/name",
@@ -332,7 +332,7 @@ NO_EFFECT = {
     # Unknown names, with the known ones.
     "--suite gsm9k": "'gsm9k' 'gsm8k' agentic_coding,",
     "--suite gsm8k --audit some": "audit 'some'",
-    "--suite gsm8k --method nonsense": f"'nonsense' {', '.join(sorted(METHODS))}",
+    "--suite gsm8k --method nonsense": f"'nonsense' {', '.join(sorted({*METHODS} - {'ar'} | {'plain'}))}",
     "--suite gsm8k --model none": "model 'none'",
     "--suite gsm8k --device tpu": "device 'tpu' cpu, cuda, cuda:N",
     "--suite gsm8k --dtype int8": "dtype 'int8' auto, bfloat16, float16, float32",
