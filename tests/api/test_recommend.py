@@ -62,7 +62,7 @@ def test_the_answer_its_table_and_its_files(
     assert [one["verdict"] for one in decision["tried"]] == ["baseline", "leads", "slower"]
     assert answer()["longest_context"]["dflash:7"]["with_draft"] > 0
     page = Path("out/recommendation.md").read_text()
-    assert "## All that was tried" in page and "(frontier.svg)" in page and Path("out/frontier.svg").exists()
+    assert "## All candidates" in page and "(frontier.svg)" in page and Path("out/frontier.svg").exists()
     # Decided after a round of eight prompts: an ordinary run, with plain decoding in it.
     assert [path.parent.name for path in Path("out").glob("*/run.json")] == ["c1-1"]
     plan = read_info(Path("out/c1-1")).plan

@@ -400,7 +400,7 @@ def test_answers_that_are_cut_while_they_think_are_wrong_and_counted(main: Calla
     }
     found = json.loads(main("report", "run", "--format", "json")[1])
     assert [(cell["passed"], cell["cut"]) for cell in found["cells"]] == [([0, 3], [3, 3])] * 2
-    assert "0/3 right (3 " in main("card", "run")[1]
+    assert "0/3 correct (3 " in main("card", "run")[1]
     assert not reread.reread(results_table.read_run(Path("run")), True).flaws
 
 
