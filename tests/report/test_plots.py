@@ -205,11 +205,18 @@ def test_the_same_run_gives_the_same_bytes_and_colours_that_a_page_can_change(tm
 SCOPED = re.compile(r'<g((?: data-(?:suite|method|settings)="[^"]*")+)>')
 
 
-@each("name", ["acceptance", "positions", "output", "prompts"])
-def test_a_drawing_says_which_suite_and_method_each_part_shows(tmp_path: Path, name: str) -> None:
+@pytest.fixture(scope="module")
+def of_two_suites(tmp_path_factory: pytest.TempPathFactory) -> Material:
     rows = [*answers(12), *[replace(row, suite='a "b" <c>') for row in answers(12)]]
     rows += [replace(row, method="eagle3") for row in rows if row.method == "dflash"]
-    made = Material(read_document(stored(tmp_path / "run", rows)))
+    return Material(read_document(stored(tmp_path_factory.mktemp("suites") / "run", rows)))
+
+
+@each("name", ["acceptance", "positions", "output", "prompts"])
+def test_a_drawing_says_which_suite_and_method_each_part_shows(
+    tmp_path: Path, of_two_suites: Material, name: str
+) -> None:
+    made = of_two_suites
     shown = SCOPED.findall(plots.svg(made, name))
     panels = [
         f' data-suite="{suite}" data-settings="{NO_THINKING}"' for suite in ("gsm8k", "a &quot;b&quot; &lt;c&gt;")
