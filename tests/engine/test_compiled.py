@@ -19,7 +19,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import parse
 from dflash_bench.engine import selection
 from dflash_bench.engine.backend import LocalBackend, open_backend
-from dflash_bench.engine.forward import choice, compiled
+from dflash_bench.engine.forward import choice, compiled, compiled_drafts
 from dflash_bench.engine.forward.compiled import CompiledForward, CompiledLinear
 from dflash_bench.engine.forward.native import NativeForward
 from dflash_bench.engine.rows import DecodingError
@@ -98,7 +98,8 @@ def test_every_method_gives_the_tokens_and_counts_of_torchs_kernels(monkeypatch:
         typed.setdefault((function, types[0]), set()).add(types)
         run(function, *arguments)
 
-    monkeypatch.setattr(compiled, "run", look)
+    for module in (compiled, compiled_drafts):
+        monkeypatch.setattr(module, "run", look)
     ours, theirs = opened(None), opened("torch")
     assert (ours.describe()["network"], theirs.describe()["network"]) == ("native, numba kernels", "native")
     for label in ours.drafters:
