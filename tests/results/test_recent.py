@@ -52,7 +52,7 @@ def test_other_names_are_paths(name: str, three: list[Path]) -> None:
 
 def test_without_a_run_it_is_said_how_to_start_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"results/runs.*'dflash-bench run'"):
+    with pytest.raises(UserError, match=r"results/runs.*'dflash-bench run --suite"):
         find(None)
 
 
