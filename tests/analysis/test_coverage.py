@@ -40,7 +40,7 @@ def test_a_table_says_what_its_intervals_cover_by_its_fewest_prompts() -> None:
     held = covered(24)
     assert held is not None and held.num_prompts == 16
     note = columns.intervals_note([24, 200, 3])
-    assert "Simulated with 16 prompts" in note
+    assert "with 16 prompts" in note
     assert f"{100 * held.least:.0f} to {100 * held.most:.0f} %" in note
     assert f" {100 * held.least_noisy:.0f} to" in note
     assert columns.intervals_note([7, 2]).startswith("No intervals")

@@ -271,7 +271,7 @@ def test_answers_are_scored_by_a_metric_of_evaluate(
     head, *cells = csv.reader(io.StringIO(main("report", "new", "--format", "csv")[1]))
     assert {float(cell[head.index("score")]) for cell in cells} == {3.0}
     status, out, err = main("check", "new", "--all")
-    assert "not tried by evaluate:same" in out + err
+    assert "evaluate:same: a metric is code from elsewhere" in out + err
     status, _, err = main(*words, "--score", "evaluate:gone", "--out", "other")
     assert status == 2 and "needs --trust-remote-code" in err and not Path("other").exists()
     Path("data/cnn_dm").mkdir(parents=True)

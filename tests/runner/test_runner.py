@@ -90,7 +90,7 @@ def test_work_is_told_before_it_is_done_and_each_record_after(runs: Runs) -> Non
     runs(WorkPlan((loaded(*prompts(1)),), METHODS[:2]), FakeBackend(), watch)
     assert watch.told == [
         "gsm8k · warming up",
-        *("gsm8k · ar", "ar", "gsm8k · judging"),
+        *("gsm8k · plain", "plain", "gsm8k · judging"),
         *("gsm8k · dflash", "dflash", "gsm8k · judging"),
     ]
 
