@@ -14,6 +14,7 @@ from dflash_bench.analysis.cells import Cell
 from dflash_bench.analysis.concurrency import concurrency_curves, crossing_of, paying, points_of
 from dflash_bench.analysis.concurrency import frontier as best_of
 from dflash_bench.analysis.stats import Interval
+from dflash_bench.core.methods import shown
 from dflash_bench.core.types import Settings
 from dflash_bench.report import data
 from dflash_bench.report import sections as words
@@ -224,6 +225,6 @@ def test_the_frontier_is_drawn_through_what_no_level_beats() -> None:
     points = points_of(measured(ROWS))
     best = [(point.ms_per_token, point.tokens_per_s) for point in best_of(points)]
     assert list(zip(*line.get_data(), strict=True)) == best and len(best) < len(points)
-    assert axes.texts[0].get_text() == f"{best_of(points)[0].method}, 1 at a time"
+    assert axes.texts[0].get_text() == f"{shown(best_of(points)[0].method)}, concurrency 1"
     with pytest.raises(NothingToPlotError, match="no levels of concurrency"):
         series.frontier(SimpleNamespace(document=SimpleNamespace(loads=[])))  # type: ignore[arg-type]
