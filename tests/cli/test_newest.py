@@ -70,9 +70,9 @@ def test_the_gate_never_takes_whatever_is_newest(two: list[Path], main: Main) ->
 
 @each("command", ["report", "card", "compare", "open", "plot"])
 def test_without_any_run_the_error_says_how_to_start_one(command: str, main: Main) -> None:
-    assert_refused(main(command), "results/runs", "'dflash-bench run'")
+    assert_refused(main(command), "results/runs", "'dflash-bench run --suite gsm8k'")
     status, out, _ = main("runs")
-    assert status == 0 and "results/runs" in out and "'dflash-bench run'" in out
+    assert status == 0 and "results/runs" in out and "'dflash-bench run --suite gsm8k'" in out
 
 
 def test_runs_are_listed_with_how_to_name_them(two: list[Path], main: Main) -> None:
