@@ -65,7 +65,7 @@ class Recommended:
     programs: Mapping[str, Sequence[tuple[str, Sequence[str], Sequence[str]]]]
     """Server programs by chosen method, each with its arguments and those of a dflash-bench command that is needed
     first."""
-    context_fits: Mapping[str, ContextFit]
+    rooms: Mapping[str, ContextFit]
     """Context lengths by chosen method; empty for servers that run already, whose memory is unknown."""
     held: Mapping[str, MemoryBySize]
     """Memory of servers launched on a CPU, by chosen method and plain decoding's label."""
@@ -180,7 +180,7 @@ def as_json(found: Recommended) -> dict[str, Any]:
             for one in found.decisions
         ],
         "flags": found.flags,
-        "longest_context": {method: asdict(fit) for method, fit in found.context_fits.items()},
+        "longest_context": {method: asdict(fit) for method, fit in found.rooms.items()},
         "server_memory": {
             method: {"free_bytes": memory.free_bytes, "bytes_by_tokens": sorted(map(list, memory.sizes.items()))}
             for method, memory in found.held.items()
@@ -348,7 +348,7 @@ def _flags(label: str, found: Recommended) -> Iterator[str]:
 
 def _memory(label: str, found: Recommended) -> Iterator[str]:
     """Yield the context that fits with the draft and without, as predicted and as launched servers show."""
-    if (fit := found.context_fits.get(label)) is None:
+    if (fit := found.rooms.get(label)) is None:
         return
     least, why = min(fit.with_draft, fit.without), "" if fit.without < fit.limit else _POSITIONS
     if least == fit.without:
