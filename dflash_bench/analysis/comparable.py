@@ -16,7 +16,7 @@ from dflash_bench.results.rounds import plain_answers
 from dflash_bench.results.run_info import RunIdentity, RunInfo
 from dflash_bench.results.table import ALLOWED, RunTable
 
-DATE = "date told to the chat template"
+DATE = "date given to the chat template"
 INCOMPATIBILITIES = {
     "suite": "suites.{}.version",
     "prompts": "prompt hashes, suites.{}.style, suites.{}.rendered, suites.{}.contexts, settings.context, date",

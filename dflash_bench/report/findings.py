@@ -346,7 +346,7 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
             "where a round spends its time",
             "fewer_tokens": f"{FEWER}, and run a local model to see where a round spends its time",
             "cost_of_draft": f"{FEWER}, or use a smaller draft",
-            "cost_of_verify": f"{FEWER}: on this device, verifying so many tokens at once costs too much",
+            "cost_of_verify": f"{FEWER}: on this device, verifying this many tokens per pass costs too much",
             "cost_of_other": "the time is not spent in the models: try --threads 1, and keep the machine free of other "
             "work",
         },

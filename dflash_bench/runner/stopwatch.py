@@ -139,9 +139,9 @@ class Stopwatch:
     def __exit__(self, *_: object) -> None:
         end = time.perf_counter()
         self.call_s = end - self._start
-        if heard := [answer for answer in self.answers.values() if answer.first is not None]:
-            self.after_s = end - max(answer.last.before for answer in heard) - self._waited()
-            self.ended = sorted(answer.passes[2] for answer in heard)
+        if received := [answer for answer in self.answers.values() if answer.first is not None]:
+            self.after_s = end - max(answer.last.before for answer in received) - self._waited()
+            self.ended = sorted(answer.passes[2] for answer in received)
 
     def began(self, request: int) -> None:
         moment = Moment(time.perf_counter())
@@ -229,11 +229,12 @@ def objection(
     call = Span(watch.call_s, 0.0)
     took_s = call.least if request is None else generation.end_s - generation.start_s
     if request is not None and (generation.start_s < 0 or generation.end_s > call.least * (1 + CLOCK_SHARE) + CLOCK_S):
-        why = f"the answer is said to have ended after {generation.end_s:.3f} s, but all of them took {call}"
+        why = f"the reported end of the answer, {generation.end_s:.3f} s, lies outside the call, which took {call}"
         return Objection("clock", why)
     if generation.prefill_s + generation.decode_s > took_s * (1 + CLOCK_SHARE) + CLOCK_S:
         claimed_ms = 1000 * (generation.prefill_s + generation.decode_s)
-        return Objection("clock", f"the answer is said to have taken {claimed_ms:.1f} ms within {1000 * took_s:.1f} ms")
+        why = f"the reported times of the answer, {claimed_ms:.1f} ms, exceed its {1000 * took_s:.1f} ms"
+        return Objection("clock", why)
     if not tells_rounds:
         return None
     answer = watch.answers.get(request or 0)
@@ -293,5 +294,5 @@ def _timed(answer: AnswerMoments, generation: Generation, *, is_alone: bool) -> 
 
 
 def _late(what: str, seconds: float, span: Span) -> Objection:
-    why = f"{what} is said to have taken {1000 * seconds:.1f} ms, but took {span} by the runner's clock"
+    why = f"the reported {what} time is {1000 * seconds:.1f} ms, but the runner measured {span}"
     return Objection("clock", why)

@@ -55,10 +55,10 @@ def slow_prefill(said: Generation) -> Generation:
 @each(
     "change, methods, why",
     [
-        (halved, {"ar", "dflash"}, "clock: decoding is said"),
-        (quick_drafts, {"dflash"}, "clock: decoding is said"),
+        (halved, {"ar", "dflash"}, "clock: the reported decoding time"),
+        (quick_drafts, {"dflash"}, "clock: the reported decoding time"),
         (merged, {"ar", "dflash"}, "counter: the runner received"),
-        (slow_prefill, {"ar", "dflash"}, "clock: decoding is said"),
+        (slow_prefill, {"ar", "dflash"}, "clock: the reported decoding time"),
         (another_token, {"ar", "dflash"}, "counter: the runner received other tokens"),
         (without_end, {"ar", "dflash"}, "counter: the runner received other tokens"),
     ],
@@ -85,7 +85,7 @@ def assert_denied(main: Main, methods: set[str], why: str, *words: str, num: int
 def test_a_clock_that_runs_slow_is_found(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     sound = HostClock.seconds
     monkeypatch.setattr(HostClock, "seconds", lambda *args: sound(*args) / 2)
-    assert_denied(main, {"ar", "dflash"}, "clock: decoding is said")
+    assert_denied(main, {"ar", "dflash"}, "clock: the reported decoding time")
     assert main("check", "run")[0] != 0
 
 
@@ -170,11 +170,11 @@ def too_late(said: Generation) -> Generation:
 @each(
     "name, change, why",
     [
-        ("generation", lambda said: replace(said, decode_s=said.decode_s / 4), "clock: decoding is said"),
-        ("generation", lambda said: replace(said, prefill_s=said.prefill_s / 5), "clock: prefill is said"),
+        ("generation", lambda said: replace(said, decode_s=said.decode_s / 4), "clock: the reported decoding time"),
+        ("generation", lambda said: replace(said, prefill_s=said.prefill_s / 5), "clock: the reported prefill time"),
         ("generation", merged, "counter: the runner received"),
-        ("timed", too_late, "clock: the answer is said to have ended after"),
-        ("timed", lambda said: replace(said, end_s=said.start_s), "clock: the answer is said to have taken"),
+        ("timed", too_late, "clock: the reported end of the answer"),
+        ("timed", lambda said: replace(said, end_s=said.start_s), "clock: the reported times of the answer"),
     ],
 )
 def test_the_interval_of_one_of_several_answers_lies_in_the_runners(

@@ -178,6 +178,6 @@ DIALECT = Dialect(
         ("DFlash", "DFlash 2", "DSpark"),
         "",
         argv,
-        lacks={"synthetic": "it can be told a mean length (SGLANG_SIMULATE_ACC_LEN), and not a rate for each token"},
+        lacks={"synthetic": "it takes a mean length (SGLANG_SIMULATE_ACC_LEN), not a rate per token"},
     ),
 )
