@@ -41,20 +41,19 @@ def schema() -> Any:
 
 def is_of_run(stored: Any) -> bool:
     """Return whether a part with this Arrow schema has the columns of a run, of this version or an older one."""
-    wanted = schema()
-    known = [name for name in stored.names if name in wanted.names]
-    lacking = {name for name, column in COLUMNS.items() if not column.is_newer} - {*known}
-    is_single = len({*stored.names}) == len(stored.names)
-    return is_single and not lacking and all(stored.field(name).equals(wanted.field(name)) for name in known)
+    fields, wanted = {field.name: field for field in stored}, schema()
+    lacking = {name for name, column in COLUMNS.items() if not column.is_newer} - {*fields}
+    is_single = len(fields) == len(stored)
+    known = [field for field in wanted if field.name in fields]
+    return is_single and not lacking and all(fields[field.name].equals(field) for field in known)
 
 
 def with_added(table: Any, columns: Sequence[str]) -> Any:
     """Return a table with these columns, null where an older part lacks one."""
     import pyarrow as pa
 
-    for name in columns:
-        if name not in table.schema.names:
-            field = schema().field(name)
+    if lacking := {*columns} - {*table.column_names}:
+        for field in filter(lambda field: field.name in lacking, schema()):
             table = table.append_column(field, pa.nulls(len(table), field.type))
     return table.select(columns)
 
@@ -228,8 +227,9 @@ def batches(
     """
     before = 0
     with _opened(part, identity) as file:
+        names = {*file.schema_arrow.names}
+        stored = [name for name in columns if name in names]
         for group in range(file.num_row_groups):
-            stored = [name for name in columns if name in file.schema_arrow.names]
             table = file.read_row_group(group, stored, use_threads=False)
             for batch in with_added(table, columns).combine_chunks().to_batches():
                 yield batch if left_out is None else without(batch, left_out[before : before + len(batch)])

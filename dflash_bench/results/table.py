@@ -16,7 +16,7 @@ from dflash_bench.core.measurement import measurements
 from dflash_bench.core.types import Settings
 from dflash_bench.results import integrity, parts
 from dflash_bench.results.columns import READ, Use, using
-from dflash_bench.results.identity import SETTINGS_ID, settings_numbers, settings_of
+from dflash_bench.results.identity import SETTINGS_ID, Identity, settings_numbers, settings_of
 from dflash_bench.results.integrity import IntegrityReport, PartSummary, Problem, check_integrity, summarize_part
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.rounds import SLICES, STRETCHES, RoundTable, StoredRows, sliced
@@ -175,10 +175,10 @@ def _read_parts(
     """Return the table and `PartSummary` of each part, and the errors of damaged parts."""
     read: dict[Path, tuple[Any, PartSummary]] = {}
     damaged = []
-    stored = parts.of(folder)
+    stored, identity = parts.of(folder), carried(info)
     # Two at a time: Arrow and NumPy release the GIL, but more parts at once would take more memory.
     with ThreadPoolExecutor(2) as pool:
-        results = pool.map(lambda part: _read_part(part, info, run_settings, by), stored)
+        results = pool.map(lambda part: _read_part(part, identity, info, run_settings, by), stored)
         for part, result in zip(stored, results, strict=True):
             if not isinstance(result, parts.DamagedError):
                 read[part] = result
@@ -189,10 +189,10 @@ def _read_parts(
     return read, damaged
 
 
-def _read_part(part: Path, info: RunInfo, run_settings: Sequence[Settings], by: str) -> Any:
+def _read_part(part: Path, identity: Identity, info: RunInfo, run_settings: Sequence[Settings], by: str) -> Any:
     """Return a part's table and `PartSummary`, or the error: a truncated part is left out completely."""
     try:
-        batches = list(parts.batches(part, READ, carried(info)))
+        batches = list(parts.batches(part, READ, identity))
     except parts.DamagedError as error:
         return error
     summary = summarize_part(batches, run_settings, info)
