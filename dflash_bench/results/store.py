@@ -38,7 +38,7 @@ from dflash_bench.results.row_arrays import RunFacts
 from dflash_bench.results.row_checks import Decode
 from dflash_bench.results.run_info import FILE, RunInfo, carried, read_info, write_info
 
-MERGED_WHILE_RUNNING, MERGED_AT_THE_END = 2048, 32
+MERGED_WHILE_RUNNING, MERGED_AT_THE_END = 2048, 2
 """Number of small parts that are merged: opening a part costs as much as reading a hundred answers."""
 Key = tuple[str, str, int, Settings, str, int]
 """Suite, prompt id, repeat, settings, method, turn: identifies one generation in a run."""

@@ -118,9 +118,10 @@ def stored(
     plan: Any = None,
     temperature: float = 0.0,
     thinking: bool | None = False,
+    in_parts: bool = False,
     **identity: Any,
 ) -> Path:
-    """Finished, in parts of ten answers; the plan is that of the records, unless there is another.
+    """Finished, merged or in parts of ten answers; the plan is that of the records, unless there is another.
 
     Records whose settings nobody chose are under those of the run.
     """
@@ -139,6 +140,8 @@ def stored(
     with store.create(folder, info) as run:
         for start in range(0, len(records), 10):
             run.keep(records[start : start + 10])
+        if in_parts:
+            run._small.clear()
         run.mark_finished({})
     return folder
 

@@ -81,7 +81,7 @@ def test_the_page_is_written_with_its_plots(tmp_path: Path, main: Main) -> None:
 def test_the_page_reads_each_part_once_for_its_tables_and_once_for_plots_and_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = stored(tmp_path / "run", answers(12))
+    folder = stored(tmp_path / "run", answers(12), in_parts=True)
     opened: list[Path] = []
     read = parts.batches
     monkeypatch.setattr(

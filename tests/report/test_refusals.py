@@ -53,7 +53,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "damaged": runs.answers(12),
         **dict.fromkeys(EDITS, rows[:2]),
     }.items():
-        runs.stored(home / name, own)
+        runs.stored(home / name, own, in_parts=name == "damaged")
     for name, changes in EDITS.items():
         path = home / name / "run.json"
         info = json.loads(path.read_text()) | changes

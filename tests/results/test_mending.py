@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,14 @@ def resumed(monkeypatch: Patch) -> FakeBackend:
 
 def suite(scorer: str) -> dict[str, Any]:
     return {"version": 1, "source": "here", "prompts": 4 if scorer == "gsm8k" else 2, "scorer": scorer}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unmerged() -> Iterator[None]:
+    """Finished runs stay in the parts in which they were stored, as runs of more parts do while they are measured."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(store, "MERGED_AT_THE_END", 1_000)
+        yield
 
 
 @pytest.fixture(scope="module")

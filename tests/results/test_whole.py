@@ -134,7 +134,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], None], list[tuple[str, str, str]]]] =
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stored(tmp_path_factory.mktemp("sound") / "run", [*answers(), *answers(2, suite="math500")])
+    return stored(tmp_path_factory.mktemp("sound") / "run", [*answers(), *answers(2, suite="math500")], in_parts=True)
 
 
 @pytest.fixture

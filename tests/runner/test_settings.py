@@ -21,7 +21,7 @@ from dflash_bench.models import chat
 from dflash_bench.report import plots, read_document
 from dflash_bench.report.compare import compared
 from dflash_bench.report.plots.style import Material
-from dflash_bench.results import run_info, store
+from dflash_bench.results import parts, run_info, store
 from dflash_bench.results import table as results_table
 from dflash_bench.results.identity import full_names, settings_to_json, short_names
 from dflash_bench.results.run_info import read_info
@@ -55,11 +55,11 @@ def of_both(folder: Path, rows: Sequence[Answer] | None = None, **identity: Any)
 
 
 def rewritten(run: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Every row of the first part, as somebody might edit it."""
+    """Every row, as somebody might edit it."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    part = run / "part-000000.parquet"
+    (part,) = parts.of(run)
     table = parquet.read_table(part)
     parquet.write_table(pa.Table.from_pylist(list(map(change, table.to_pylist())), table.schema), part)
     listed(run)
@@ -220,7 +220,8 @@ def test_what_is_missing_or_foreign_is_told_by_its_settings(tmp_path: Path, main
     assert "not in the plan" in told and "p000" in told
     # A plain answer was swapped for that of the other settings: its own is there twice, theirs is missing.
     of_both(tmp_path / "swapped", rows)
-    rewritten(tmp_path / "swapped", lambda row: row | {"temperature": 1.0, "top_p": 0.9})
+    sampled = {"temperature": 1.0, "top_p": 0.9}
+    rewritten(tmp_path / "swapped", lambda row: row | (sampled if row["prompt_id"] < "p005" else {}))
     assert "gsm8k temperature 0 plain: 5 of 24 " in main("report", "swapped")[2]
 
 
