@@ -47,8 +47,11 @@ def verdicts(comparisons: Sequence[Comparison]) -> list[ChangeSentence]:
     words = ", ".join(f"{number:,} {REST[kind]}" for kind, number in counts.items())
     if told and counts:
         rest.append(f"Other comparisons: {words}")
+    elif {*counts} == {"unknown"}:
+        most = max(versus.num_prompts for versus in comparisons)
+        rest.append(f"Too few prompts to compare (n = {most:,})")
     elif counts:
-        rest.append("Too few prompts to compare" if {*counts} == {"unknown"} else f"No significant change: {words}")
+        rest.append(f"No significant change: {words}")
     return [*told[:MOST_SENTENCES], *(ChangeSentence("rest", text) for text in rest)]
 
 
