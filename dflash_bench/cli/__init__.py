@@ -5,7 +5,6 @@ The only package that prints and exits.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -82,11 +81,25 @@ def _parts(words: Sequence[str]) -> list[str]:
     return [part for part, commands in PARTS.items() if words and words[0] in commands.split()]
 
 
-def _misuse(message: str) -> str:
+NUMBERS = {
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "greater_than_equal": "numbers from {ge} up",
+    "greater_than": "numbers above {gt}",
+    "less_than_equal": "numbers up to {le}",
+    "less_than": "numbers below {lt}",
+}
+"""What an option takes, by the type of pydantic's error."""
+
+
+def _misuse(error: Any) -> str:
     """Return a usage error in our words, with the way to help unless it holds a guess."""
-    kinds = {"integer": "a whole number", "number": "a number"}
-    if found := re.match(r"Invalid value for '(-[\w-]+)'[^:]*: Input should be a valid (integer|number)\b", message):
-        message = f"{found[1]} takes {kinds[found[2]]}"
+    message = error.format_message().rstrip(".")
+    found: list[Any] = getattr(error.__cause__, "errors", list)()
+    if found and (takes := NUMBERS.get(found[0]["type"])):
+        given, bounds = found[0]["input"], found[0].get("ctx", {})
+        message = f"{max(error.param.opts, key=len)} takes {takes.format(**bounds)}, not {given}"
     return message if "Did you mean" in message else f"{message}; see 'dflash-bench COMMAND --help'"
 
 
@@ -105,7 +118,7 @@ def main() -> None:
     except UserError as error:
         note(f"dflash-bench: {error}")
     except USAGE_ERROR as error:
-        note(f"dflash-bench: {_misuse(error.format_message().rstrip('.'))}")
+        note(f"dflash-bench: {_misuse(error)}")
     except net.FROM_OUTSIDE as error:
         if (text := net.explain(error)) is None:
             raise
