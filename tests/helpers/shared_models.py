@@ -32,6 +32,7 @@ from dflash_bench.models.chat import Chat
 from dflash_bench.models.loading import Source
 from dflash_bench.models.presets import NANO
 from dflash_bench.models.targets import PLAIN
+from dflash_bench.models.weights import empty_copies
 from dflash_bench.perf import measure
 
 MOST_PASSES = 8
@@ -136,7 +137,8 @@ def _read_once(sound: Callable[..., Any], key: Callable[..., Hashable]) -> Calla
             return sound(*words, **named)
         if at not in known:
             known[at] = _as_in_files(sound(*words))
-        return copy.deepcopy(known[at])
+        whole = known[at]
+        return copy.deepcopy(whole, empty_copies(whole) if isinstance(whole, nn.Module) else None)
 
     return read
 
