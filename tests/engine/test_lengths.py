@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import varlen as torchs
 
 from dflash_bench.engine import lengths
 from dflash_bench.engine.cache import KVCache
@@ -21,14 +19,21 @@ from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.forward import native
 from dflash_bench.engine.forward.native import NativeForward
 from dflash_bench.engine.graphs import GraphCache
-from dflash_bench.engine.lengths import DTYPES, attends_by_lengths, is_right, placed_lengths
+from dflash_bench.engine.lengths import (
+    DTYPES,
+    attends_by_lengths,
+    lacking_arguments,
+    placed_lengths,
+    why_masked,
+    why_wrong,
+)
 from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from helpers.drafts.tiny import DFLASH, EAGLE3, PROMPTS, enlarged
 from helpers.native_kinds import KINDS, passes
 from helpers.pretended_gpu.traced import traced
-from helpers.pretended_gpu.varlen import varlen_attn
+from helpers.pretended_gpu.varlen import flash_attention
 from helpers.toy import Decoded, Scripted, run, sometimes_wrong, tiny
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -41,11 +46,11 @@ def by_lengths(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Target and drafts attend by lengths here, by the reference; counts its calls, by width."""
     widths: list[int] = []
 
-    def counted(*args: Any, **options: Any) -> Tensor:
-        widths.append(args[5])
-        return varlen_attn(*args, **options)
+    def counted(**options: Any) -> tuple[Tensor]:
+        widths.append(options["max_q"])
+        return flash_attention(**options)
 
-    monkeypatch.setattr(lengths, "varlen_attn", counted)
+    monkeypatch.setattr(lengths, "flash_attention", counted)
     for module in (native, base):
         monkeypatch.setattr(module, "attends_by_lengths", lambda *_: True)
     yield widths
@@ -102,43 +107,38 @@ def test_answers_and_drafts_are_those_of_masks(
 # The check on the device: what it would say of kernels that are right, and that are not.
 
 
-def shifted(window: tuple[int, int]) -> tuple[int, int]:
-    return (window[0] + 1 if window[0] >= 0 else window[0], window[1])
+def shifted(options: dict[str, Any]) -> dict[str, Any]:
+    left = options["window_size_left"]
+    return {"window_size_left": left + 1 if left >= 0 else left}
 
 
-def at_the_top(*args: Any, **options: Any) -> Tensor:
+def at_the_top(options: dict[str, Any]) -> dict[str, Any]:
     """The first query stands at the first key, as in flash attention before 2.1."""
-    query, key, value, cu_seq_q, cu_seq_k, max_q, _ = args
-    options["seqused_k"] = torch.full_like(options["seqused_k"], max_q)
-    return varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_q, **options)
+    return {"seqused_k": torch.full_like(options["seqused_k"], options["max_q"]), "max_k": options["max_q"]}
 
 
-def raising(*_args: Any, **_options: Any) -> Tensor:
+def raising(_options: dict[str, Any]) -> dict[str, Any]:
     raise RuntimeError("no kernel")
 
 
-WRONG: dict[str, Callable[..., Tensor]] = {
-    "lengths are ignored": lambda *args, **options: varlen_attn(
-        *args, **(options | {"seqused_k": torch.full_like(options["seqused_k"], args[6])})
-    ),
-    "a window is one too large": lambda *args, **options: varlen_attn(
-        *args, **(options | {"window_size": shifted(options["window_size"])})
-    ),
-    "nothing is causal": lambda *args, **options: varlen_attn(*args, **(options | {"window_size": (-1, -1)})),
-    "always causal": lambda *args, **options: varlen_attn(
-        *args, **(options | {"window_size": (options["window_size"][0], 0)})
-    ),
+WRONG: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "lengths are ignored": lambda options: {"seqused_k": torch.full_like(options["seqused_k"], options["max_k"])},
+    "a window is one too large": shifted,
+    "nothing is causal": lambda _: {"is_causal": False, "window_size_left": -1, "window_size_right": -1},
+    "always causal": lambda _: {"is_causal": True},
     "causal from the top": at_the_top,
-    "another row's keys": lambda *args, **options: varlen_attn(*args[:4], args[4] * 0, *args[5:], **options),
+    "another row's keys": lambda options: {"cum_seq_k": options["cum_seq_k"] * 0},
+    "scaled by 6 % more": lambda options: {"query": (options["query"].float() * 1.0625).to(options["query"].dtype)},
     "there is none": raising,
 }
+"""Options that a wrong kernel takes for others."""
 
 
 @pytest.fixture
 def unasked() -> Iterator[None]:
-    is_right.cache_clear()
+    why_wrong.cache_clear()
     yield
-    is_right.cache_clear()
+    why_wrong.cache_clear()
 
 
 @pytest.mark.parametrize(("head_dim", "num_heads", "num_kv"), HEADS)
@@ -146,36 +146,82 @@ def unasked() -> Iterator[None]:
 def test_a_right_kernel_is_used(
     dtype: torch.dtype, head_dim: int, num_heads: int, num_kv: int, unasked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lengths, "varlen_attn", varlen_attn)
-    assert is_right(CPU, dtype, head_dim, num_heads, num_kv)
+    monkeypatch.setattr(lengths, "flash_attention", flash_attention)
+    assert why_wrong(CPU, dtype, head_dim, num_heads, num_kv) is None
 
 
+@pytest.mark.parametrize("heads", [(8, 4, 2), (128, 32, 8)], ids=["few", "Qwen3-8B's"])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_kernel_is_not(wrong: str, unasked: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lengths, "varlen_attn", WRONG[wrong])
-    assert not is_right(CPU, torch.bfloat16, 8, 4, 2)
+def test_a_wrong_kernel_is_not(
+    wrong: str, heads: tuple[int, int, int], unasked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        lengths, "flash_attention", lambda **options: flash_attention(**(options | WRONG[wrong](options)))
+    )
+    assert why_wrong(CPU, torch.bfloat16, *heads)
+
+
+def rounded_once_more(**options: Any) -> tuple[Tensor]:
+    (attended,) = flash_attention(**options)
+    up = torch.nextafter(attended, torch.full_like(attended, torch.inf))
+    return (torch.where(attended > attended.median(), up, attended),)
+
+
+def test_one_more_rounding_is_right(unasked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lengths, "flash_attention", rounded_once_more)
+    for heads in HEADS:
+        assert why_wrong(CPU, torch.bfloat16, *heads) is None
 
 
 def test_it_is_for_half_precision_on_a_gpu_that_has_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lengths, "_is_new_enough", lambda _device: True)
-    monkeypatch.setattr(lengths, "is_right", lambda *_: True)
+    monkeypatch.setattr(lengths, "why_wrong", lambda *_: None)
     assert attends_by_lengths(CUDA, torch.bfloat16, 128, 32, 8)
     assert not attends_by_lengths(CPU, torch.bfloat16, 128, 32, 8)
     assert not attends_by_lengths(CUDA, torch.float32, 128, 32, 8)
     assert not attends_by_lengths(CUDA, torch.bfloat16, 320, 32, 8)
     assert not attends_by_lengths(CUDA, torch.bfloat16, 100, 32, 8)
-    monkeypatch.setattr(lengths, "is_right", lambda *_: False)
-    assert not attends_by_lengths(CUDA, torch.bfloat16, 128, 32, 8)
+    monkeypatch.setattr(lengths, "why_wrong", lambda *_: "it differs")
+    assert why_masked(CUDA, torch.bfloat16, 128, 32, 8) == "it differs"
 
 
-# The arguments that torch's own takes: its signature, and its shapes by tensors without values.
+# The arguments that torch's own takes, by its schema, and its shapes, by tensors without values.
+
+
+FIRST = "Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k"
+WINDOW = "float? scale=None, SymInt? window_size_left=None, SymInt? window_size_right=None"
+USED = "Tensor? seqused_k=None, Tensor? alibi_slopes=None"
+SCHEMAS = {
+    "torch 2.9 and 2.11": (
+        f"{FIRST}, float dropout_p, bool is_causal, bool return_debug_mask, *, {WINDOW}, {USED}",
+        "",
+    ),
+    "without lengths": (f"{FIRST}, float dropout_p, bool is_causal, bool return_debug_mask, *, {WINDOW}", "seqused_k"),
+    "one more that is needed": (
+        f"{FIRST}, float dropout_p, bool is_causal, bool return_debug_mask, Tensor sinks, *, {WINDOW}, {USED}",
+        "sinks",
+    ),
+}
+
+
+class Operator:
+    def __init__(self, arguments: str) -> None:
+        self._schema = torch._C.parse_schema(f"flash({arguments}) -> Tensor")
+
+
+@pytest.mark.parametrize("version", SCHEMAS)
+def test_the_operator_is_chosen_by_its_arguments(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, lacking = SCHEMAS[version]
+    monkeypatch.setattr(lengths, "flash_attention", Operator(arguments))
+    monkeypatch.setattr(lengths, "_is_new_enough", lambda _device: True)
+    monkeypatch.setattr(lengths, "why_wrong", lambda *_: None)
+    why = why_masked(CUDA, torch.bfloat16, 128, 32, 8)
+    assert why is None if not lacking else why is not None and why.endswith(f"has no {lacking}")
 
 
 def test_torch_takes_these_arguments() -> None:
-    ours, theirs = (inspect.signature(function).parameters for function in (varlen_attn, torchs.varlen_attn))
-    for name, parameter in ours.items():
-        assert name in theirs and (theirs[name].kind, theirs[name].default) == (parameter.kind, parameter.default), name
-    assert "(W, 0) for causal attention with sliding window of size W" in str(torchs.varlen_attn.__doc__)
+    assert lacking_arguments(lengths.flash_attention) == ""
+    assert lacking_arguments(None).startswith("query, key")
 
 
 @pytest.mark.parametrize("width", [1, 16])

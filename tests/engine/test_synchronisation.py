@@ -67,7 +67,7 @@ from helpers.drafts.tiny import DFLASH, EAGLE3, PROMPTS, enlarged
 from helpers.heads import HEADS, draft_of
 from helpers.native_kinds import KINDS
 from helpers.pretended_gpu.pretend import Device, DeviceTensor, WaitError, moved
-from helpers.pretended_gpu.varlen import varlen_attn
+from helpers.pretended_gpu.varlen import flash_attention
 from helpers.toy import Decoded, Scripted, run, sometimes_wrong, tiny
 
 NEW = 12
@@ -332,7 +332,7 @@ def test_captured_passes_of_chains_need_no_mask(
     device: Device, label: str, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = on_the_cpu(num_rows, Sampling())
-    monkeypatch.setattr(lengths, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(lengths, "flash_attention", flash_attention)
     for module in (native_module, base):
         monkeypatch.setattr(module, "attends_by_lengths", lambda *_: True)
     there = decoded(label, moved, num_rows, Sampling(), texts_of(expected), device.capture)

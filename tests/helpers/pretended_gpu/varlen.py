@@ -1,4 +1,4 @@
-"""torch's attention by lengths (`torch.nn.attention.varlen`) by its documentation, as its own runs on GPUs alone.
+"""torch's attention by lengths (`aten._flash_attention_forward`) by its documentation, as its own runs on GPUs alone.
 
 It computes on any device, in any type, and asks the host for nothing, so that passes with it can be captured. What a
 kernel would not check and read wrongly is refused.
@@ -10,29 +10,35 @@ import torch
 from torch import Tensor
 
 
-def varlen_attn(
+def flash_attention(
+    *,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
     max_q: int,
     max_k: int,
-    *,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
     scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
     seqused_k: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor]:
     """Return [Tq, heads, D] for queries [Tq, heads, D], and keys and values [Tk, KV, D]; sequences lie end to end.
 
-    Sequence i has the queries cu_seq_q[i] ... and the keys from cu_seq_k[i] on, of which the first seqused_k[i] count.
-    Its last query stands at its last key, and a query sees window_size keys to the left and right of its own.
+    Sequence i has the queries cum_seq_q[i] ... and the keys from cum_seq_k[i] on, of which the first seqused_k[i]
+    count. Its last query stands at its last key, and a query sees as many keys to its left and right as the window has.
     """
-    _refuse(query, key, value, cu_seq_q, cu_seq_k, seqused_k, enable_gqa)
-    num_sequences, group = len(cu_seq_q) - 1, query.shape[1] // key.shape[1]
-    first_q, num_q = cu_seq_q[:-1, None], (cu_seq_q[1:] - cu_seq_q[:-1])[:, None]
-    first_k, num_k = cu_seq_k[:-1, None], (cu_seq_k[1:] - cu_seq_k[:-1] if seqused_k is None else seqused_k)[:, None]
+    _refuse(query, key, value, cum_seq_q, cum_seq_k, seqused_k)
+    assert dropout_p == 0 and not return_debug_mask
+    left = -1 if window_size_left is None else window_size_left
+    right = 0 if is_causal else -1 if window_size_right is None else window_size_right
+    num_sequences, group = len(cum_seq_q) - 1, query.shape[1] // key.shape[1]
+    first_q, num_q = cum_seq_q[:-1, None], (cum_seq_q[1:] - cum_seq_q[:-1])[:, None]
+    first_k, num_k = cum_seq_k[:-1, None], (cum_seq_k[1:] - cum_seq_k[:-1] if seqused_k is None else seqused_k)[:, None]
     steps_q = torch.arange(max_q, device=query.device)[None].expand(num_sequences, -1)
     steps_k = torch.arange(max_k, device=query.device)[None].expand(num_sequences, -1)
     places_q = (first_q + torch.minimum(steps_q, num_q - 1)).flatten()
@@ -42,23 +48,22 @@ def varlen_attn(
     scores = torch.einsum("sqhgd,skhd->shgqk", q, k) * (query.shape[-1] ** -0.5 if scale is None else scale)
     distance = steps_k[:, None, :] - (steps_q + num_k - num_q)[:, :, None]
     hidden = (steps_k >= num_k)[:, None, :].expand_as(distance)
-    if window_size[0] >= 0:
-        hidden = hidden | (distance < -window_size[0])
-    if window_size[1] >= 0:
-        hidden = hidden | (distance > window_size[1])
+    if left >= 0:
+        hidden = hidden | (distance < -left)
+    if right >= 0:
+        hidden = hidden | (distance > right)
     shares = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(dim=-1)
     attended = torch.einsum("shgqk,skhd->sqhgd", shares.to(v.dtype), v).reshape(num_sequences * max_q, *query.shape[1:])
     # Sequences that are shorter than the longest write their last query again.
-    return torch.empty_like(query).index_copy_(0, places_q, attended)
+    return (torch.empty_like(query).index_copy_(0, places_q, attended),)
 
 
 def _refuse(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None, gqa: bool
+    query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor, cum_seq_k: Tensor, seqused_k: Tensor | None
 ) -> None:
     assert query.ndim == key.ndim == value.ndim == 3 and key.shape == value.shape and query.shape[2] == key.shape[2]
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1
     assert query.dtype == key.dtype == value.dtype and query.device == key.device == value.device
-    assert cu_seq_q.shape == cu_seq_k.shape and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    assert seqused_k is None or (seqused_k.shape == cu_seq_q[1:].shape and seqused_k.dtype == torch.int32)
-    assert gqa or query.shape[1] == key.shape[1]
+    assert cum_seq_q.shape == cum_seq_k.shape and cum_seq_q.dtype == cum_seq_k.dtype == torch.int32
+    assert seqused_k is None or (seqused_k.shape == cum_seq_q[1:].shape and seqused_k.dtype == torch.int32)
     assert query.shape[1] % key.shape[1] == 0
