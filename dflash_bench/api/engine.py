@@ -172,7 +172,8 @@ class Engine(AbstractContextManager["Engine"]):
     def _load(self, device: str, dtype: str) -> None:
         import torch
 
-        from dflash_bench.engine.backend import capture_passes, stop_ids
+        from dflash_bench.engine.backend import stop_ids
+        from dflash_bench.engine.capturing import capture_passes
         from dflash_bench.engine.rows import clock_for
         from dflash_bench.engine.selection import target_of
         from dflash_bench.models.loading import load
@@ -309,7 +310,8 @@ class Engine(AbstractContextManager["Engine"]):
         return self._drafters[method.label]
 
     def _built(self, method: Method) -> Drafter:
-        from dflash_bench.engine.backend import build_drafter, capture_passes
+        from dflash_bench.engine.backend import build_drafter
+        from dflash_bench.engine.capturing import capture_passes
         from dflash_bench.engine.selection import compile_like
         from dflash_bench.models.loading import with_draft
 

@@ -33,7 +33,8 @@ from dflash_bench.diagnose.compare_rounds import (
     tree_difference,
 )
 from dflash_bench.diagnose.golden_cases import CaseRound, GoldenCase, GoldenPrompt, WrongReading, edited_copy
-from dflash_bench.engine.backend import RequestTrace, build_drafter, capture_passes
+from dflash_bench.engine.backend import RequestTrace, build_drafter
+from dflash_bench.engine.capturing import capture_passes
 from dflash_bench.engine.drafter import Drafter
 from dflash_bench.engine.forward.choice import why_not_compiled
 from dflash_bench.engine.forward.native import NativeForward, why_not

@@ -22,7 +22,7 @@ from dflash_bench.core.forwards import (
     Size,
 )
 from dflash_bench.core.methods import Method
-from dflash_bench.engine.backend import capture_passes
+from dflash_bench.engine.capturing import capture_passes
 from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.drafters import ddtree, dflash, eagle3, mtp, p_eagle
 from dflash_bench.engine.loop import decode

@@ -15,7 +15,8 @@ from dflash_bench.core.methods import parse
 from dflash_bench.core.option import check_options
 from dflash_bench.core.types import Message
 from dflash_bench.engine import graphs
-from dflash_bench.engine.backend import LocalBackend, capture_passes, open_backend
+from dflash_bench.engine.backend import LocalBackend, open_backend
+from dflash_bench.engine.capturing import capture_passes
 from dflash_bench.engine.graphs import BUCKET, GraphCache, bucket_of
 from dflash_bench.models import loading, presets
 from dflash_bench.runner.config import RunRequest

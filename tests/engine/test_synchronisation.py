@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from dflash_bench.core.methods import METHODS as TABLE
-from dflash_bench.engine import backend, cache, lengths, loop
+from dflash_bench.engine import cache, capturing, lengths, loop
 from dflash_bench.engine import target as target_module
-from dflash_bench.engine.backend import capture_passes, capture_stats
 from dflash_bench.engine.cache import to_device
+from dflash_bench.engine.capturing import capture_passes, capture_stats
 from dflash_bench.engine.drafter import Captures, Committed, NoDrafter
 from dflash_bench.engine.drafters import base
 from dflash_bench.engine.drafters import dflash as dflash_module
@@ -373,7 +373,7 @@ def test_a_captured_round_has_few_launches(device: Device, label: str) -> None:
 
 @pytest.mark.parametrize("label", ["dflash", "eagle3"])
 def test_a_gpu_captures_and_fuses_by_itself(device: Device, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "cuda_graph", device.capture)
+    monkeypatch.setattr(capturing, "cuda_graph", device.capture)
     monkeypatch.setattr(fused, "fuse", lambda network: fuse(network, lambda function, **_options: function))
     expected = on_the_cpu(2, Sampling())
     target = native(tiny("qwen3"), moved)

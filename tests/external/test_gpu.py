@@ -27,7 +27,8 @@ from dflash_bench.core import methods
 from dflash_bench.core.environment import describe, one_line
 from dflash_bench.core.forwards import Rates
 from dflash_bench.core.types import Generation, Message
-from dflash_bench.engine.backend import LocalBackend, capture_passes, open_backend
+from dflash_bench.engine.backend import LocalBackend, open_backend
+from dflash_bench.engine.capturing import capture_passes
 from dflash_bench.engine.drafter import Drafter, NoDrafter
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
