@@ -173,6 +173,8 @@ def _sha256(part: Path, *_state: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+COMPRESSED_BYTES = 1 << 16
+"""Smaller tables are not compressed: for every column, that takes more time than all else and saves next to nothing."""
 PARTS = "part-*.parquet"
 NAME = re.compile(r"part-([0-9]{6,})(?:-([0-9]{6,}))?\.parquet")
 
@@ -203,7 +205,7 @@ def write(table: Any, part: Path, identity: Identity) -> None:
     # Times rarely repeat: byte stream split takes three quarters of a dictionary's space, and half the time to read.
     times = [column.leaf for column in COLUMNS.values() if column.item in ("float", "double")]
     options = {
-        "compression": "zstd",
+        "compression": "zstd" if table.nbytes >= COMPRESSED_BYTES else "none",
         "write_page_checksum": True,
         "use_dictionary": [column.leaf for column in COLUMNS.values() if column.leaf not in times],
         "column_encoding": dict.fromkeys(times, "BYTE_STREAM_SPLIT"),
