@@ -35,6 +35,8 @@ MOST_TENSORS = 100_000
 """The most tensors in one file: every name takes time, and no model has nearly as many."""
 POINTER = b"version https://git-lfs"
 """The first bytes of a Git LFS pointer, left in a folder that was cloned without git-lfs."""
+DTYPES: dict[str, torch.dtype] = {}
+"""By their names in safetensors, as they are met: to slice a tensor for it takes longer than all else of a header."""
 PICKLED, ZIPPED = b"\x80", b"PK"
 """The first bytes of a file by torch.save, before version 1.6 and since."""
 
@@ -108,7 +110,9 @@ def _tensor(file: Any, name: str, wanted: Callable[[str], bool]) -> Tensor:
     if not shape or wanted(name.removeprefix("model.")):
         whole: Tensor = file.get_tensor(name)
         return whole
-    return torch.empty(shape, dtype=part[:0].dtype, device="meta")
+    if (kind := part.get_dtype()) not in DTYPES:
+        DTYPES[kind] = part[:0].dtype
+    return torch.empty(shape, dtype=DTYPES[kind], device="meta")
 
 
 def _shards(index: Path, read: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
