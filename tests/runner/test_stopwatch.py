@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+import dflash_bench as db
 from dflash_bench.core.types import Answer, Generation
 from dflash_bench.engine.backend import LocalBackend, RequestTrace
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
@@ -20,7 +22,9 @@ from dflash_bench.engine.graphs import GraphCache
 from dflash_bench.engine.rows import HostClock
 from dflash_bench.engine.target import Target
 from dflash_bench.results import store
-from dflash_bench.runner import session, stopwatch
+from dflash_bench.runner import session, setup, stopwatch
+from dflash_bench.runner.config import RunRequest
+from dflash_bench.runner.plan import methods_and_model
 from dflash_bench.runner.stopwatch import Objection, Stopwatch
 from helpers.each import each
 from helpers.faults.in_clocks import (
@@ -38,13 +42,20 @@ from helpers.runs import listed
 
 Main = Callable[..., tuple[int, str, str]]
 Change = Callable[[Generation], Generation]
-ASKED = "--suite gsm8k --max-new-tokens 24 --method dflash".split()
-TWO = ("--limit", 2)
+ASKED = RunRequest(suites=("gsm8k",), methods=("dflash",), max_new_tokens=16, limit=1, audit="none")
+WORDS = "--suite gsm8k --max-new-tokens 16 --method dflash".split()
+
+
+@pytest.fixture(scope="module")
+def engine() -> LocalBackend:
+    """Opened once for all runs that ask for no other."""
+    request, methods, model = methods_and_model(ASKED)
+    return setup.open_engine(model, methods, request, request.max_new_tokens or 0)
 
 
 @pytest.fixture(autouse=True)
-def no_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes most of the time of such a run."""
+def set_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a curve of passes: it and opening the engine take most of the time of such a run."""
     monkeypatch.setattr(session, "forwards_of", lambda _: None)
 
 
@@ -64,17 +75,19 @@ def slow_prefill(said: Generation) -> Generation:
     ],
 )
 def test_what_a_backend_says_otherwise_than_the_runner_heard_it_is_a_failed_row(
-    main: Main, monkeypatch: pytest.MonkeyPatch, change: Change, methods: set[str], why: str
+    engine: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change, methods: set[str], why: str
 ) -> None:
     sound = RequestTrace.generation
     monkeypatch.setattr(RequestTrace, "generation", lambda *args: change(sound(*args)))
-    assert_denied(main, methods, why)
+    assert_denied(engine, tmp_path, methods, why)
 
 
-def assert_denied(main: Main, methods: set[str], why: str, *words: str, num: int = 2) -> None:
-    status, _, err = main("run", *ASKED, "--limit", num, *words, "--out", "run")
-    assert status == 1 and "answers failed" in err
-    rows = store.load(Path("run"))[1]
+def assert_denied(engine: LocalBackend, folder: Path, methods: set[str], why: str, **options: Any) -> None:
+    """An answer alone by default; of several at a time, two."""
+    request = replace(ASKED, **({"limit": 2} | options if options else {}))
+    caller = session.Caller(print, opens=lambda *_: engine)
+    session.perform(request, folder / "run", resume=False, caller=caller)
+    rows = store.load(folder / "run")[1]
     assert {row.method for row in rows if row.generation.error} == methods
     for row in rows:
         if row.method in methods:
@@ -82,14 +95,20 @@ def assert_denied(main: Main, methods: set[str], why: str, *words: str, num: int
             assert (row.generation.prefill_s, row.generation.decode_s, row.generation.accepted) == (0, 0, None)
 
 
-def test_a_clock_that_runs_slow_is_found(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_runs_slow_is_found_and_the_command_fails(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     sound = HostClock.seconds
     monkeypatch.setattr(HostClock, "seconds", lambda *args: sound(*args) / 2)
-    assert_denied(main, {"ar", "dflash"}, "clock: the reported decoding time")
+    status, _, err = main("run", *WORDS, "--limit", 2, "--out", "run")
+    assert status == 1 and "answers failed" in err
+    assert {str(row.generation.error).partition(" time ")[0] for row in store.load(Path("run"))[1]} == {
+        "clock: the reported decoding"
+    }
     assert main("check", "run")[0] != 0
 
 
-def test_a_round_that_asks_the_target_twice_is_found(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_that_asks_the_target_twice_is_found(
+    engine: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sound = Target.forward
 
     def twice(self: Target, tokens: Any, starts: Sequence[int], *args: Any, **options: Any) -> Any:
@@ -98,27 +117,33 @@ def test_a_round_that_asks_the_target_twice_is_found(main: Main, monkeypatch: py
         return sound(self, tokens, starts, *args, **options)
 
     monkeypatch.setattr(Target, "forward", twice)
-    assert_denied(main, {"ar", "dflash"}, "counter: the target was asked for")
+    assert_denied(engine, tmp_path, {"ar", "dflash"}, "counter: the target was asked for")
 
 
 @each(
-    "where, name, methods, words",
+    "where, name, methods, options",
     [
-        (Target, "begin", {"ar", "dflash"}, ()),
-        (Target, "begin", {"ar", "dflash"}, ("--concurrency", "2")),
-        (Target, "capture", {"ar", "dflash"}, ()),
-        (DFlashDrafter, "begin", {"dflash"}, ("--concurrency", "2")),
-        (LocalBackend, "with_thinking", {"ar", "dflash"}, ()),
-        (LocalBackend, "with_thinking", {"ar", "dflash"}, ("--concurrency", "2")),
+        (Target, "begin", {"ar", "dflash"}, {}),
+        (Target, "begin", {"ar", "dflash"}, {"concurrency": (2,)}),
+        (Target, "capture", {"ar", "dflash"}, {}),
+        (DFlashDrafter, "begin", {"dflash"}, {"concurrency": (2,)}),
+        (LocalBackend, "with_thinking", {"ar", "dflash"}, {}),
+        (LocalBackend, "with_thinking", {"ar", "dflash"}, {"concurrency": (2,)}),
     ],
 )
 def test_work_outside_of_an_answers_times_is_found(
-    main: Main, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, methods: set[str], words: tuple[str, ...]
+    engine: LocalBackend,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: Any,
+    name: str,
+    methods: set[str],
+    options: dict[str, Any],
 ) -> None:
     # On a busy machine, what it waited in the whole call could excuse work after the last token.
     monkeypatch.setattr(stopwatch, "waited_s", lambda: 0.0)
     monkeypatch.setattr(where, name, after_work(getattr(where, name)))
-    assert_denied(main, methods, "clock: the call took", *words)
+    assert_denied(engine, tmp_path, methods, "clock: the call took", **options)
 
 
 def test_a_little_work_each_time_is_found_from_the_second_on(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +155,7 @@ def test_a_little_work_each_time_is_found_from_the_second_on(main: Main, monkeyp
         sound(*args)
 
     monkeypatch.setattr(Target, "begin", begin)
-    status = main("run", *ASKED, "--limit", 3, "--out", "run")[0]
+    status = main("run", *WORDS, "--audit", "none", "--limit", 3, "--out", "run")[0]
     errors = [row.generation.error for row in store.load(Path("run"))[1] if row.generation.error]
     assert all(error.startswith("clock: the call took") for error in errors)
     assert (status, len(errors)) == ((1, 4) if stopwatch.waited_s() is not None else (0, 0))
@@ -143,24 +168,24 @@ def test_capturing_passes_is_not_work_for_an_answer(main: Main, monkeypatch: pyt
         self.graph_cache.spent_s += HIDDEN_S
 
     monkeypatch.setattr(Target, "capture", capture)
-    assert main("run", *ASKED, *TWO, "--kernels", "torch", "--out", "run")[0] == 0
+    assert main("run", *WORDS, "--limit", 1, "--kernels", "torch", "--out", "run")[0] == 0
 
 
 def test_only_a_probe_foresees(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     # A class of its own: whether a class foresees is asked of it once, and remembered.
     sighted = type("Sighted", (NGramDrafter,), {"foresee": lambda *_: None})
     monkeypatch.setattr("dflash_bench.engine.drafters.ngram.NGramDrafter", sighted)
-    status, _, err = main("run", *ASKED, *TWO, "--method", "ngram", "--out", "run")
+    status, _, err = main("run", *WORDS, "--limit", 1, "--method", "ngram", "--out", "run")
     assert status == 2 and "ngram" in err and "probes" in err
-    assert main("run", *ASKED, *TWO, "--method", "oracle", "--out", "run")[0] == 0
+    assert main("run", *WORDS, "--limit", 1, "--method", "oracle", "--out", "run")[0] == 0
 
 
-@pytest.mark.parametrize("words", [(), ("--concurrency", "2")])
+@pytest.mark.parametrize("options", [{}, {"concurrency": (2,), "limit": 3}])
 def test_a_prompt_that_is_begun_late_is_found(
-    main: Main, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+    engine: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     begun_late(monkeypatch)
-    assert_denied(main, {"ar", "dflash"}, "counter: its prompt was begun", *words, num=3)
+    assert_denied(engine, tmp_path, {"ar", "dflash"}, "counter: its prompt was begun", **options)
 
 
 def too_late(said: Generation) -> Generation:
@@ -178,16 +203,33 @@ def too_late(said: Generation) -> Generation:
     ],
 )
 def test_the_interval_of_one_of_several_answers_lies_in_the_runners(
-    main: Main, monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Any], Any], why: str
+    engine: LocalBackend,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    change: Callable[[Any], Any],
+    why: str,
 ) -> None:
     sound = getattr(RequestTrace, name)
     monkeypatch.setattr(RequestTrace, name, lambda *args: change(sound(*args)))
-    assert_denied(main, {"ar", "dflash"}, why, "--concurrency", "2")
+    assert_denied(engine, tmp_path, {"ar", "dflash"}, why, concurrency=(2,))
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run which no test changes."""
+    folder = tmp_path_factory.mktemp("sound") / "run"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(session, "forwards_of", lambda _: None)
+        return db.run(suite="gsm8k", methods=["dflash"], limit=2, max_new_tokens=16, out=folder).folder
 
 
 @each("words", [(), ("--concurrency", "2"), ("--method", "eagle3-tree:nodes=7", "--temperature", "1")])
-def test_of_a_sound_run_rows_hold_what_the_runner_saw(main: Main, words: tuple[str, ...]) -> None:
-    assert main("run", *ASKED, *TWO, *words, "--out", "run")[0] == 0
+def test_of_a_sound_run_rows_hold_what_the_runner_saw(main: Main, sound: Path, words: tuple[str, ...]) -> None:
+    if words:
+        assert main("run", *WORDS, "--limit", 2, *words, "--out", "run")[0] == 0
+    else:
+        shutil.copytree(sound, "run")
     for row in store.load(Path("run"))[1]:
         if row.settings.is_shared:
             assert row.clock_s is None
@@ -204,10 +246,10 @@ def test_of_a_sound_run_rows_hold_what_the_runner_saw(main: Main, words: tuple[s
     ],
 )
 def test_rows_that_were_edited_do_not_agree_with_the_runners_clock(
-    main: Main, change: dict[str, float], why: str
+    main: Main, sound: Path, change: dict[str, float], why: str
 ) -> None:
     """Each of these columns times so much, in the rows of dflash."""
-    assert main("run", *ASKED, *TWO, "--out", "run")[0] == 0
+    shutil.copytree(sound, "run")
     for part in Path("run").glob("part-*.parquet"):
         table = parquet.read_table(part)
         for name, times in change.items():
