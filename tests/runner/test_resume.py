@@ -112,20 +112,23 @@ def test_a_killed_run_continues_to_the_records_of_an_unbroken_one(
     assert what_matters(records) == what_matters(unbroken)
 
 
-@each("name, status", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
 def test_an_interrupted_run_says_how_to_go_on_and_does(
-    name: str, status: int, here: Path, unbroken: list[Answer], monkeypatch: pytest.MonkeyPatch
+    here: Path, unbroken: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = here / name
-    process = stopped(name, 3, *WORDS, "--out", name, "--json")
-    assert (process.returncode, process.stdout) == (status, "")
-    # On a slow machine, lines of progress come before it.
-    last = process.stderr.splitlines()[-1]
-    told = re.fullmatch(r"stopped; finished answers are saved. To continue: dflash-bench (.*)", last)
-    assert told
-    assert not list(folder.glob(".*"))
-    assert main(monkeypatch, *shlex.split(told[1])) == 0
-    assert what_matters(store.load(folder)[1]) == what_matters(unbroken)
+    """By each signal in turn, after what the one before it said."""
+    words = ["run", *WORDS, "--out", "stopped", "--json"]
+    for number, (name, status) in enumerate((("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)), 1):
+        process = stopped(name, 2, *words[1:])
+        assert (process.returncode, process.stdout) == (status, ""), name
+        # On a slow machine, lines of progress come before it.
+        last = process.stderr.splitlines()[-1]
+        told = re.fullmatch(r"stopped; finished answers are saved. To continue: dflash-bench (.*)", last)
+        assert told, name
+        assert not list((here / "stopped").glob(".*"))
+        assert len(store.load(here / "stopped")[1]) >= 2 * number
+        words = shlex.split(told[1])
+    assert main(monkeypatch, *words) == 0
+    assert what_matters(store.load(here / "stopped")[1]) == what_matters(unbroken)
 
 
 def test_a_finished_run_answers_nothing_again(

@@ -119,11 +119,19 @@ def test_a_later_turn_sees_the_plain_answer_of_its_own_settings(tmp_path: Path) 
     assert sorted(second) == sorted(2 * [f"ar at {t}, {repeat}" for t in (0, 1) for repeat in (0, 1)])
 
 
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
+    return Runs(tmp_path_factory.mktemp("unbroken") / "run")(TWICE, FakeBackend())
+
+
+TWICE = WorkPlan((loaded(*prompts(2)),), ("ar", "dflash"), repeats=2, settings=(GREEDY, SAMPLED))
+
+
 @each("call", range(1, 22, 3))
-def test_a_run_of_several_settings_that_ends_anywhere_continues(tmp_path: Path, call: int) -> None:
-    plan = WorkPlan((loaded(*prompts(2)),), ("ar", "dflash"), repeats=2, settings=(GREEDY, SAMPLED))
-    unbroken = Runs(tmp_path / "unbroken")(plan, FakeBackend())
-    runs = Runs(tmp_path / "run")
+def test_a_run_of_several_settings_that_ends_anywhere_continues(
+    tmp_path: Path, unbroken: list[Answer], call: int
+) -> None:
+    plan, runs = TWICE, Runs(tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
         runs(plan, FakeBackend(fails_at={call: KeyboardInterrupt()}))
     records = runs(plan, FakeBackend())
