@@ -180,9 +180,11 @@ def test_padding_and_training_take_a_session_whole(tmp_path: Path) -> None:
 
 
 def test_prompts_longer_than_the_context_are_left_out_counted_and_named(model: Path, main: Main) -> None:
-    tokenizer, long, close = targets.tokenizer_of(model / "target", False), "word " * 3000, "a"
-    while len(chat.encode(tokenizer, [Message("user", close)], False)) < 2020:
-        close += " a"
+    tokenizer, long = targets.tokenizer_of(model / "target", False), "word " * 3000
+    of_one, of_two = (len(chat.encode(tokenizer, [Message("user", "a" + " a" * num)], False)) for num in (1, 2))
+    assert of_two == of_one + 1
+    close = "a" + " a" * (2020 - of_one + 1)
+    assert len(chat.encode(tokenizer, [Message("user", close)], False)) == 2020
     write({"prompt": "Hi"}, {"prompt": long, "id": "long"}, {"prompt": close, "id": "close"}, {"turns": [long, "Why?"]})
     words = ["run", "--model", model, "--prompts", "p.jsonl", "--method", "dflash", "--max-new-tokens", "30"]
     words += ["--audit", "none", "--out", "new"]
