@@ -140,7 +140,8 @@ def _computed(identity: RunIdentity) -> dict[str, dict[str, Any]]:
     return {
         "dtype": _named(identity, "dtype", "attention")
         | {"quantize": identity.quantize or "none", "network": identity.network or "transformers"}
-        | {"capture": identity.capture or "off"},
+        | {"capture": identity.capture or "off"}
+        | {part: path.used for part, path in identity.paths.items()},
         "device": _named(identity, "device", "threads")
         | {"workers on one machine": identity.workers.on_one_machine if identity.workers else 1},
     }

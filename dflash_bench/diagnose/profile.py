@@ -70,6 +70,7 @@ def profile(request: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
     device, dtype, threads = configure_torch(of_run)
     import torch
 
+    from dflash_bench.engine.capturing import gpu_paths
     from dflash_bench.engine.selection import network_name, target_of
     from dflash_bench.models.architecture import context_length
     from dflash_bench.models.memory import size_of
@@ -105,6 +106,7 @@ def profile(request: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
         "threads": threads,
         "engine": network_name(target),
         "capture": captured,
+        "paths": gpu_paths(target, captured),
     }
     return judged(about, measured, subject.full, acceptance)
 

@@ -27,7 +27,7 @@ from dflash_bench.core.types import (
     Message,
     Settings,
 )
-from dflash_bench.engine.capturing import capture_passes, capture_stats
+from dflash_bench.engine.capturing import capture_passes, capture_stats, gpu_paths
 from dflash_bench.engine.drafter import Drafter, Foresees
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.judge_weights import ChatJudge, chat_judge_of, judge_of_model
@@ -169,11 +169,13 @@ def open_backend(
     compile_like(target, drafters.values())
     chat_judge.require_unchanged()
     limits = Limits(max_new_tokens, stop_ids(models.target, models.tokenizer))
+    captured = capture_passes(target, drafters.values(), capture)
     computed = {
         "network": network_name(target),
         "fallback": target.fallback,
         "why_torch": target.why_torch,
-        "capture": capture_passes(target, drafters.values(), capture),
+        "capture": captured,
+        "paths": gpu_paths(target, captured),
         "stop_ids": sorted(limits.stop_ids),
         "context_length": target.context_length,
     }

@@ -108,6 +108,10 @@ class Target:
         """Why our own forward does not compute this target, as a phrase that begins with a verb; None if it does."""
         self.why_torch: str | None = None
         """Why torch and not numba's kernels computes it on a CPU; None if numba does, or if torch was chosen."""
+        self.why_uncaptured: str | None = None
+        """Why a GPU's passes cannot be captured; None if they can, or were not to be."""
+        self.why_unfused: str | None = None
+        """Why small operations of captured passes are not fused; None if they are."""
         self.rule: Rule | None = None
         """The rule that captured passes also apply to their logits."""
         self.listener: Listener = NOBODY

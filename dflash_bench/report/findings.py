@@ -461,6 +461,10 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
         "the target was computed by torch, because numba's kernels could not: {reason}",
         f"{SLOWER_CODE} --kernels torch",
     ),
+    "slow_paths": (
+        "the GPU did not compute passes in the fastest way: {reason}",
+        "update torch and the driver, or install what is missing; all times, and ratios of times, change with it",
+    ),
     **{code: (text, remedy) for one in measurements() for code, (_, text, remedy) in one.findings.items()},
 }
 """Text and remedy by kind; if a kind has several remedies, these by the code of the remedy."""

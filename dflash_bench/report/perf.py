@@ -119,11 +119,14 @@ def sections(profile: Profiled) -> Iterator[Section]:
     is_cut = about["layers"] != about["all_layers"]
     depth = f"{about['layers']} of {about['all_layers']} layers" if is_cut else f"{about['layers']} layers"
     weights = "random weights" if about["random_weights"] else "its own weights"
+    paths = about.get("paths", {})
+    used = "".join(f", {path['used']}" for path in paths.values())
     yield Section(
         "about",
         sentences=[
-            f"{about['model']}: {depth}, {weights}, {about['dtype']} on {about['device']}. The device copies "
-            f"{rates.bandwidth / 1e9:,.1f} GB/s (read and written) and multiplies {rates.products / 1e9:,.0f} GFLOP/s."
+            f"{about['model']}: {depth}, {weights}, {about['dtype']} on {about['device']}{used}. The device copies "
+            f"{rates.bandwidth / 1e9:,.1f} GB/s (read and written) and multiplies {rates.products / 1e9:,.0f} GFLOP/s.",
+            *(f"Not the fastest {part}: {path['why_slow']}." for part, path in paths.items() if path["why_slow"]),
         ],
     )
     yield from _passes(profile.places, "measured")

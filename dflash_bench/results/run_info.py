@@ -193,6 +193,14 @@ def _check_entries(stored: StoredModel) -> StoredModel:
     return stored
 
 
+class GpuPath(StoredModel):
+    """How a GPU computes a part of the target's passes."""
+
+    used: str
+    why_slow: str | None = None
+    """Why it is not computed in the fastest way that the engine knows; None if it is."""
+
+
 class RunIdentity(StoredModel):
     """Settings that determine the answers of a run, which can be continued only under the same identity."""
 
@@ -231,6 +239,8 @@ class RunIdentity(StoredModel):
     judge: JudgeEntry | None = None
     fallback: str | None = None
     why_torch: str | None = None
+    paths: dict[str, GpuPath] = {}
+    """By part of a pass: attention, passes, small operations; empty on a CPU, and in older runs."""
 
     _entries = model_validator(mode="after")(_check_entries)
 

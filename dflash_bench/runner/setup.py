@@ -221,8 +221,23 @@ def configure_torch(request: RunRequest) -> tuple[str, str, int | None]:
     threads = (request.threads or 1) if device == "cpu" else None
     if threads is not None:
         torch.set_num_threads(threads)
+    else:
+        _steady_kernels()
     silence_transformers()
     return device, dtype, threads
+
+
+def _steady_kernels() -> None:
+    """Have a GPU compute alike at all lengths and numbers of tokens, for the engine and the judge.
+
+    torch prefers cuDNN's attention on Hopper, which plans each new length anew, for tens of milliseconds. Sums that are
+    rounded to half precision where a product is split differ between one token and several.
+    """
+    import torch
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def device_and_dtype(request: RunRequest, num_gpus: int) -> tuple[str, str]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_bench.engine.forward import fused
-from dflash_bench.engine.forward.fused import TRIED, FusedGated, fused_layers, turn_by_copying
+from dflash_bench.engine import capturing
+from dflash_bench.engine.capturing import TRIED, FusedGated, fused_layers, turn_by_copying
 from dflash_bench.engine.forward.native import NativeForward, rotate
 from dflash_bench.engine.target import Target
 from helpers.each import each
@@ -36,7 +36,8 @@ def test_every_pass_says_what_it_says_without(kind: str, num_rows: int) -> None:
     model = copy.deepcopy(KINDS[kind]())
     network = NativeForward(model)
     expected = passes(Target(model, network), num_rows)
-    network.layers = fused_layers(network.layers, uncompiled)
+    network.layers, why_not = fused_layers(network.layers, uncompiled)
+    assert why_not is None
     assert all(layer.attention.rotate is not rotate for layer in network.layers)
     assert any(isinstance(layer.feed, FusedGated) for layer in network.layers) or "experts" in kind
     for said, usual in zip(passes(Target(model, network), num_rows), expected, strict=True):
@@ -51,7 +52,7 @@ def test_a_compiler_takes_them_in_one_piece(kind: str) -> None:
     torch._dynamo.reset()
     model = copy.deepcopy(KINDS[kind]()).to(torch.bfloat16)
     network = NativeForward(model)
-    layers = fused_layers(network.layers, traced_by_dynamo)
+    layers, _ = fused_layers(network.layers, traced_by_dynamo)
     assert layers is not network.layers
     expected = passes(Target(model, network), 1)
     network.layers = layers
@@ -74,7 +75,7 @@ def test_nothing_is_compiled_after_the_run_has_begun(kind: str) -> None:
 
     model = copy.deepcopy(KINDS[kind]())
     network = NativeForward(model)
-    network.layers = fused_layers(network.layers, noting)
+    network.layers, _ = fused_layers(network.layers, noting)
     before = len(compiled)
     assert before <= 2 * len(TRIED)
     for num_rows in (1, 3):
@@ -85,7 +86,8 @@ def test_nothing_is_compiled_after_the_run_has_begun(kind: str) -> None:
 def test_inductor_compiles_them_right() -> None:
     torch._dynamo.reset()
     layers = NativeForward(copy.deepcopy(KINDS["qwen3, normed heads"]()).to(torch.bfloat16)).layers[:1]
-    assert fused_layers(layers) is not layers
+    fused, why_not = fused_layers(layers)
+    assert fused is not layers and why_not is None
 
 
 # A pass that cannot be compiled, or is compiled wrongly, is not used.
@@ -106,11 +108,18 @@ def forgets_to_gate(function: Callable[..., Any], **_options: Any) -> Callable[.
     def halves(wide: Tensor, _activation: Any) -> Tensor:
         return wide.chunk(2, dim=-1)[0]
 
-    return halves if function is fused.gate else function
+    return halves if function is capturing.gate else function
 
 
-@pytest.mark.parametrize("wrong", [refusing, forgets_to_rotate, forgets_to_gate])
-def test_what_is_wrong_is_not_used(wrong: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+WRONG = {
+    refusing: "RuntimeError: no compiler",
+    forgets_to_rotate: "ValueError: results differ by",
+    forgets_to_gate: "ValueError: results differ by",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_wrong_is_not_used_and_the_reason_known(wrong: Callable[..., Any]) -> None:
     layers = NativeForward(copy.deepcopy(KINDS["llama"]())).layers
-    assert fused_layers(layers, wrong) is layers
-    assert "small operations are not fused" in caplog.text
+    used, why_not = fused_layers(layers, wrong)
+    assert used is layers and why_not is not None and why_not.startswith(WRONG[wrong])

@@ -20,7 +20,7 @@ from dflash_bench.core.methods import METHODS as TABLE
 from dflash_bench.engine import cache, capturing, lengths, loop
 from dflash_bench.engine import target as target_module
 from dflash_bench.engine.cache import to_device
-from dflash_bench.engine.capturing import capture_passes, capture_stats
+from dflash_bench.engine.capturing import FusedGated, capture_passes, capture_stats, fuse, gpu_paths
 from dflash_bench.engine.drafter import Captures, Committed, NoDrafter
 from dflash_bench.engine.drafters import base
 from dflash_bench.engine.drafters import dflash as dflash_module
@@ -45,9 +45,7 @@ from dflash_bench.engine.drafters.random import RandomDrafter
 from dflash_bench.engine.drafters.rest import RestDrafter
 from dflash_bench.engine.drafters.suffix import SuffixDrafter
 from dflash_bench.engine.drafters.synthetic import SyntheticDrafter
-from dflash_bench.engine.forward import fused
 from dflash_bench.engine.forward import native as native_module
-from dflash_bench.engine.forward.fused import FusedGated, fuse
 from dflash_bench.engine.forward.native import NativeForward
 from dflash_bench.engine.graphs import Capture, GraphCache, Replay
 from dflash_bench.engine.masks import depths
@@ -371,20 +369,45 @@ def test_a_captured_round_has_few_launches(device: Device, label: str) -> None:
     assert max(one.total() for one in last) <= LAUNCHES[label]
 
 
+def uncompiled(function: Callable[..., Any], **_options: Any) -> Callable[..., Any]:
+    return function
+
+
 @pytest.mark.parametrize("label", ["dflash", "eagle3"])
 def test_a_gpu_captures_and_fuses_by_itself(device: Device, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capturing, "cuda_graph", device.capture)
-    monkeypatch.setattr(fused, "fuse", lambda network: fuse(network, lambda function, **_options: function))
+    monkeypatch.setattr(capturing, "fuse", lambda network: fuse(network, uncompiled))
     expected = on_the_cpu(2, Sampling())
     target = native(tiny("qwen3"), moved)
     drafter = METHODS[label](target, moved)
     assert capture_passes(target, [drafter], None) == "graph"
     layer = target.network.layers[0] if isinstance(target.network, NativeForward) else None
     assert layer is not None and isinstance(layer.feed, FusedGated)
+    paths = gpu_paths(target, "graph")
+    assert not any(path["why_slow"] for path in paths.values()) and paths["small operations"]["used"] == "fused"
     for _ in range(3):
         assert run(target, drafter, PROMPTS[:2], NEW).tokens == expected
     stats = capture_stats(target, [drafter])
     assert stats["replayed"] > 0 and stats["not_captured"] == 0
+
+
+def failing(*_args: Any, **_options: Any) -> Any:
+    raise RuntimeError("no compiler")
+
+
+def test_what_a_gpu_cannot_do_is_known_by_its_reason(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lengths, "flash_attention", None)
+    monkeypatch.setattr(capturing, "cuda_graph", device.capture)
+    monkeypatch.setattr(capturing, "fuse", lambda network: fuse(network, failing))
+    target = native(copy.deepcopy(tiny("qwen3")).bfloat16(), moved)
+    assert capture_passes(target, [], None) == "graph"
+    slow = {part: path["why_slow"] for part, path in gpu_paths(target, "graph").items()}
+    assert "has no query, key" in str(slow["attention"]) and slow["passes"] is None
+    assert slow["small operations"] == "RuntimeError: no compiler"
+    monkeypatch.setattr(capturing, "cuda_graph", failing)
+    captured = capture_passes(target, [], None)
+    slow = {part: path["why_slow"] for part, path in gpu_paths(target, captured).items()}
+    assert slow["passes"] == "RuntimeError: no compiler" and "small operations" not in slow
 
 
 EXPERTS = [("grouped_mm", None), ("batched_mm", None), ("eager", "WaitError: the host waits for the device: nonzero")]

@@ -163,6 +163,8 @@ CASES: list[tuple[Sequence[Answer], dict[str, Any] | None, str, str, dict[str, A
      "gsm8k", {"reason": "does not cover this target: why not"}),
     (steady(), {"network": "native", "why_torch": "it has experts"}, "torch_kernels", "gsm8k",
      {"reason": "it has experts"}),
+    (steady(), {"paths": {"attention": {"used": "masked attention", "why_slow": "no kernel"},
+     "passes": {"used": "CUDA graphs"}}}, "slow_paths", "gsm8k", {"reason": "attention: no kernel"}),
 ]  # fmt: skip
 
 

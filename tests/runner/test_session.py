@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from dflash_bench.results.identity import settings_to_json
 from dflash_bench.runner import session
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import methods_of, model_of, modes_of, prompts_of
-from dflash_bench.runner.setup import device_and_dtype
+from dflash_bench.runner.setup import configure_torch, device_and_dtype
 from dflash_bench.tasks import sandbox
 from helpers import tiny
 from helpers.each import each
@@ -101,9 +102,27 @@ def test_thinking_has_no_effect_on_a_template_without_it(asked: str) -> None:
     ],
 )
 def test_device_and_type_where_none_is_given(
-    changes: dict[str, object], has_cuda: bool, expected: tuple[str, str]
+    changes: dict[str, Any], has_cuda: bool, expected: tuple[str, str]
 ) -> None:
-    assert device_and_dtype(RunRequest(**changes), 2 * has_cuda)  # type: ignore[arg-type] == expected
+    assert device_and_dtype(RunRequest(**changes), 2 * has_cuda) == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_gpu_computes_alike_at_all_lengths(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    products, set_to = torch.backends.cuda.matmul, list[bool]()
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", set_to.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = [getattr(products, name) for name in names]
+    try:
+        assert configure_torch(RunRequest(model="mine", device=device))[0] == device
+        assert set_to == ([False] if device == "cuda" else [])
+        assert [getattr(products, name) for name in names] == ([False, False] if device == "cuda" else before)
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(products, name, value)
 
 
 @each("device", ["cpu:0", "cpu:99", "cuda:", "cuda:x", "cuda:-1", "cuda:\u0663", "CPU", " cpu", "tpu"])

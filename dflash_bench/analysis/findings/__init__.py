@@ -253,5 +253,6 @@ CHECKS: tuple[Check, ...] = (
     timing.shared_weights,
     timing.fallback,
     timing.torch_kernels,
+    timing.slow_paths,
     *(check for one in measurements() for check, _, _ in one.findings.values()),
 )

@@ -111,6 +111,14 @@ def torch_kernels(context: CellContext) -> Observation | None:
     return context.observe_suite("torch_kernels", reason=reason) if context.represents_suite and reason else None
 
 
+def slow_paths(context: CellContext) -> Observation | None:
+    """Look for passes that a GPU could not compute in the fastest way that the engine knows."""
+    reasons = [f"{part}: {path.why_slow}" for part, path in context.identity.paths.items() if path.why_slow]
+    if not context.represents_suite or not reasons:
+        return None
+    return context.observe_suite("slow_paths", reason="; ".join(reasons))
+
+
 # A baseline slower than its own forward passes flatters every method.
 
 
