@@ -290,10 +290,10 @@ def _favourites(answers: Sequence[Continuation], like: Tensor) -> tuple[Tensor, 
     most = max(1, *map(len, places))
     ids = torch.zeros(len(places), most, dtype=torch.long)
     favour = torch.zeros(len(places), most, dtype=like.dtype)
-    for place, favourites in enumerate(places):
-        if favourites:
-            ids[place, : len(favourites)] = torch.tensor(list(favourites))
-            favour[place, : len(favourites)] = torch.tensor(list(favourites.values()), dtype=like.dtype)
+    filled = torch.arange(most) < torch.tensor([len(favourites) for favourites in places])[:, None]
+    ids[filled] = torch.tensor([token for favourites in places for token in favourites], dtype=torch.long)
+    listed = [share for favourites in places for share in favourites.values()]
+    favour[filled] = torch.tensor(listed, dtype=like.dtype)
     return ids.to(like.device), favour.to(like.device)
 
 

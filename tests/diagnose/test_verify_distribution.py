@@ -435,13 +435,13 @@ def test_a_stale_cache_is_planted_in_compiled_kernels_too(label: str) -> None:
     backend = open_backend(RunRequest(methods=(label,), dtype="float32"), [methods.parse(label)], seed=0)
     assert network_name(backend.target).endswith("numba kernels")
     prompts = [backend.encode([Message("user", "What is 3 plus 4?")])]
-    sound, again = (measure(backend, [label], prompts, SETTINGS, 8)[0] for _ in range(2))
+    sound, again = (measure(backend, [label], prompts, SETTINGS, 4, LENGTH)[0] for _ in range(2))
     assert pd.DataFrame(sound.columns).equals(pd.DataFrame(again.columns))
     stale = [rule for rule in (*WRONG_RULES, FAINT) if rule.name.startswith("stale cache") and label in rule.methods]
     assert len(stale) >= 2
     for rule in stale:
         with pytest.MonkeyPatch.context() as patch:
             rule.plant(patch)
-            (faulty,) = measure(backend, [label], prompts, SETTINGS, 8)
+            (faulty,) = measure(backend, [label], prompts, SETTINGS, 4, LENGTH)
         is_seen = not pd.DataFrame(sound.columns).equals(pd.DataFrame(faulty.columns))
         assert is_seen, rule.name
