@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,34 @@ def published(case: GoldenCase) -> list[DecodedPrompt]:
 
 def decoded(case: GoldenCase, reading: WrongReading | None = None, asked: Sequence[AskedPrompt] = ()) -> Any:
     """Rounds of our engine, with a misreading if asked."""
-    subject = CaseSubject.load(case, "cpu")
-    target = target_of(subject.models.target, "native", "torch")
+    subject, target = loaded(case.name)
     prompts = [one.prompt for one in asked] or case.prompts
-    found = conform.decode_prompts(target, subject.drafter(target, reading), prompts)
-    found = found if asked else conform.shrunk(subject, target, reading, found)
-    subject.close()
-    return found
+    found = conform.decode_prompts(target, subject.drafter(target, reading), prompts, together=True)
+    return found if asked else conform.shrunk(subject, target, reading, found)
+
+
+@cache
+def loaded(name: str) -> tuple[CaseSubject, Target]:
+    """The shipped case, which no test of it changes."""
+    subject = CaseSubject.load(read_case(name), "cpu")
+    return subject, target_of(subject.models.target, "native", "torch")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def misread_once() -> Iterator[None]:
+    """A misreading's rounds do not depend on the server; they are decoded once for all tests."""
+    known: dict[str, list[tuple[str, list[DecodedPrompt]]]] = {}
+    misread = conform_server.Served._misread
+
+    def remembered(self: conform_server.Served) -> list[tuple[str, list[DecodedPrompt]]]:
+        if self.case.name not in known:
+            known[self.case.name] = list(misread(self))
+        return known[self.case.name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conform_server.Served, "_misread", remembered)
+        yield
+    loaded.cache_clear()
 
 
 @pytest.fixture
@@ -416,13 +438,11 @@ def test_a_server_that_reads_the_draft_wrongly_is_named(main: Main, tells_rounds
 def test_a_server_that_norms_the_keys_of_all_layers_by_the_first_is_named(main: Main) -> None:
     name = "zlab-causal-full"
     asked = list(asked_prompts(read_case(name)))
-    subject = CaseSubject.load(read_case(name), "cpu")
-    target = target_of(subject.models.target, "native", "torch")
+    subject, target = loaded(name)
     sound = subject.drafter(target)
     assert isinstance(sound, DFlashDrafter)
     faulty = OneNorm(sound.draft, target.embedding, target.head, sound.block_size)
     wrong = conform.decode_prompts(target, faulty, [one.prompt for one in asked])
-    subject.close()
     with serving(read_case(name), wrong, counts_by_request=True) as running:
         code, out, _ = main("conform", name, "--server", running.url, "--json")
     assert (code, json.loads(out)[0]["named"]) == (1, [{"reading": ONE_NORM, "how": "counts"}])

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dflash_bench.core.dialects import UNMEASURED, Conversion, rule_of
+from dflash_bench.diagnose import conform_server
 from helpers.each import each
 from helpers.servers.fake_server import FakeServer
-from helpers.serving import LENGTH, PROMPTS, Said, decoded, engine, server
+from helpers.serving import LENGTH, PROMPTS, Said, decoded, engine, open_once, server
 
 LLAMACPP_COUNTERS = rule_of("llamacpp.counters")
 assert LLAMACPP_COUNTERS is not None
@@ -171,12 +173,8 @@ def test_a_crosscheck_needs_a_server(main: Main) -> None:
 
 
 @pytest.fixture(autouse=True)
-def few_causes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def few_causes(monkeypatch: pytest.MonkeyPatch) -> None:
     """`test_planted_servers.py` tries all of them."""
-    from itertools import islice
-
-    from dflash_bench.diagnose import conform_server
-
     hypotheses = conform_server.hypotheses
     monkeypatch.setattr(conform_server, "hypotheses", lambda side: islice(hypotheses(side), 1))
-    yield
+    monkeypatch.setattr(conform_server, "open_local", open_once)

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dflash_bench.diagnose import probes
+from dflash_bench.diagnose import conform, probes
 from dflash_bench.diagnose.causes import _about_blocks
-from dflash_bench.diagnose.compare_rounds import accepted_per_round, published_figure
-from dflash_bench.diagnose.conform import CaseSubject, decode_prompts
+from dflash_bench.diagnose.compare_rounds import DecodedPrompt, accepted_per_round, published_figure
+from dflash_bench.diagnose.conform import CaseSubject
 from dflash_bench.diagnose.golden_cases import GoldenCase, read_case
 from dflash_bench.diagnose.probes import DraftUnderTest, Probe, change_draft
 from dflash_bench.engine.drafter import Drafter
@@ -37,11 +37,19 @@ MISREAD = {
     ("nvidia-lilicorr", "plain argmax of the body (head left out)"): "no head",
 }
 
+decode_prompts = partial(conform.decode_prompts, together=True)
+
 
 @cache
 def subject_of(name: str) -> tuple[CaseSubject, Target]:
     subject = CaseSubject.load(read_case(name), "cpu")
     return subject, target_of(subject.models.target, "native", "torch")
+
+
+@cache
+def sound_rounds(name: str) -> list[DecodedPrompt]:
+    subject, target = subject_of(name)
+    return decode_prompts(target, subject.drafter(target), subject.case.prompts)
 
 
 def tried(draft: Any, target: Target, num_drafts: int) -> dict[str, Any]:
@@ -75,7 +83,7 @@ def test_a_cause_gives_what_the_publisher_gives_under_that_misreading(case: str,
     if known[reading].can_be_tried:
         expected = decode_prompts(target, subject.drafter(target, known[reading]), golden.prompts)
         assert decode_prompts(target, probe.build(), golden.prompts) == expected
-        assert expected != decode_prompts(target, subject.drafter(target), golden.prompts)
+        assert expected != sound_rounds(case)
     else:
         figure = accepted(golden, target, probe.build())
         assert figure == pytest.approx(known[reading].accepted_per_round, rel=1e-3)
@@ -104,7 +112,7 @@ def test_the_doctor_brings_back_what_a_checkpoint_lost(case: str, spoil: Callabl
     golden = subject.case
     sound: Any = subject.drafter(target)
     spoiled = spoil(sound.draft)
-    right = decode_prompts(target, sound, golden.prompts)
+    right = sound_rounds(case)
     wrong = decode_prompts(target, probes.build_drafter(spoiled, target, golden.num_drafts), golden.prompts)
     probe = tried(spoiled, target, golden.num_drafts)[name]
     assert decode_prompts(target, probe.build(), golden.prompts) == right != wrong

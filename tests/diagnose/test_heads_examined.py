@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,15 @@ from helpers.each import each
 from helpers.heads import HEADS, draft_of
 from helpers.toy import plain, run, tiny
 
+LENGTH = 8
+
+
+@cache
+def answered() -> tuple[Target, list[list[int]]]:
+    """The target of all heads, and what it says."""
+    target = Target(tiny("llama"))
+    return target, plain(target, PROMPTS, LENGTH)
+
 
 def causes(kind: str, target: Target, num_drafts: int) -> dict[str, Any]:
     side: Any = SimpleNamespace(backend=SimpleNamespace(target=target), num_drafts=num_drafts, prompts=PROMPTS)
@@ -23,13 +33,12 @@ def causes(kind: str, target: Target, num_drafts: int) -> dict[str, Any]:
 
 @each("kind", HEADS)
 def test_each_cause_that_a_cross_check_tries_decodes(kind: str) -> None:
-    target = Target(tiny("llama"))
+    target, expected = answered()
     found = causes(kind, target, num_drafts=4)
     assert "no head" in found and ("labels moved by one" in found) != HEADS[kind].has_fixed_slots
-    expected = plain(target, PROMPTS, 10)
-    own = run(target, causes(kind, target, 4)["a block of 8"], PROMPTS, 10)
+    own = run(target, found["a block of 8"], PROMPTS, LENGTH)
     for name, drafter in found.items():
-        out = run(target, drafter, PROMPTS, 10)
+        out = run(target, drafter, PROMPTS, LENGTH)
         assert out.tokens == expected, name
         if name == "no head":
             assert out.rounds[0].drafted_ids != own.rounds[0].drafted_ids
@@ -37,9 +46,9 @@ def test_each_cause_that_a_cross_check_tries_decodes(kind: str) -> None:
 
 @each("kind", HEADS)
 def test_each_change_that_the_doctor_tries_decodes(kind: str) -> None:
-    target, draft = Target(tiny("llama")), draft_of(kind)
+    (target, expected), draft = answered(), draft_of(kind)
     subject = DraftUnderTest(draft, target, None, draft.config.num_drafts(draft.config.block_size))
     probes = [*_labels(subject), *_positions(subject)]
     assert len(probes) == (2 if draft.config.has_fixed_slots else 3)
     for probe in probes:
-        assert run(target, probe.build(), PROMPTS, 10).tokens == plain(target, PROMPTS, 10)
+        assert run(target, probe.build(), PROMPTS, LENGTH).tokens == expected

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,6 @@ from dflash_bench.core.types import Settings
 from dflash_bench.diagnose import causes, compare_counts, conform_server
 from dflash_bench.diagnose.compare_counts import drafts_per_round, fitting_causes
 from dflash_bench.diagnose.show import sentence
-from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.forward.native import Norm
 from dflash_bench.engine.forward.native_drafts import NativeDFlash
@@ -32,11 +31,22 @@ from dflash_bench.engine.loop import AcceptedAnswer
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.presets import NANO
-from dflash_bench.runner.plan import RunPlan
 from helpers import cached_target
 from helpers.each import each
 from helpers.faults import planted
-from helpers.serving import Said, chats, checked, decoded, engine, names, server, shared_engine
+from helpers.serving import (
+    OPENED,
+    Said,
+    chats,
+    checked,
+    decoded,
+    engine,
+    names,
+    open_once,
+    recalled,
+    server,
+    shared_engine,
+)
 
 Emulated = tuple[int, list[Any]] | None
 EMULATED: dict[tuple[str, str, str], Emulated] = {}
@@ -54,23 +64,12 @@ class Shaped:
         return getattr(self.hypothesis, name)
 
 
-OPENED: dict[str, LocalBackend] = {}
 DECODE, MEASURE = conform_server.CrossCheck._emulate, conform_server.measure_acceptance
 
 
 @pytest.fixture(autouse=True)
 def opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    open_local = conform_server.open_local
-
-    def remembered(resolved: RunPlan) -> LocalBackend:
-        key = f"{resolved.methods[-1].label} {resolved.request.drafts} {resolved.request.quantize}"
-        if key not in OPENED:
-            OPENED[key] = backend = open_local(resolved)
-            # Our own answers are the same in all tests.
-            backend.generate = cache(backend.generate)  # type: ignore[method-assign]
-        return OPENED[key]
-
-    monkeypatch.setattr(conform_server, "open_local", remembered)
+    monkeypatch.setattr(conform_server, "open_local", open_once)
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +145,7 @@ IN_CHECKPOINTS = {
 @pytest.mark.parametrize("fault", IN_CHECKPOINTS, ids=" ".join)
 def test_a_server_that_reads_the_draft_otherwise(fault: tuple[str, str], tmp_path: Path) -> None:
     method = fault[0]
-    answers = decoded(engine(method, planted.plant(fault, tmp_path / "draft")), method)
+    answers = recalled(engine(method, planted.plant(fault, tmp_path / "draft")), method)
     with server(answers) as running:
         found = checked(running.url, method)
     assert found.verdict == "differ" and names(fitting_causes(found.trials)) == [IN_CHECKPOINTS[fault]]
@@ -232,7 +231,7 @@ def test_a_server_that_drafts_otherwise(fault: tuple[str, str], monkeypatch: pyt
     with monkeypatch.context() as patch:
         IN_THE_ENGINE[fault](patch)
         # Where faults are planted.
-        answers = decoded(shared_engine(method, kernels="torch"), method)
+        answers = recalled(shared_engine(method, kernels="torch"), method)
     with server(answers) as running:
         found = checked(running.url, method)
     assert found.verdict == "differ" and names(fitting_causes(found.trials)) == [cause]
@@ -251,7 +250,7 @@ def test_a_server_that_norms_by_the_first_layer(tmp_path: Path, monkeypatch: pyt
     draft = planted.plant(("dflash", "loud keys"), tmp_path / "draft")
     with monkeypatch.context() as patch:
         normed_by_first(patch)
-        answers = decoded(engine("dflash", draft, kernels="torch"), "dflash")
+        answers = recalled(engine("dflash", draft, kernels="torch"), "dflash")
     with server(answers) as running:
         found = checked(running.url, drafts=(f"dflash={draft}",))
     assert found.verdict == "differ" and names(fitting_causes(found.trials)) == ["the first layer's norm for all"]
@@ -266,7 +265,7 @@ def test_a_server_that_norms_by_the_targets_weights(tmp_path: Path, monkeypatch:
     ours, theirs = (
         planted.plant(("eagle3", norm), tmp_path / norm) for norm in ("odd last norm", "last norm of the target")
     )
-    with server(decoded(engine("eagle3", theirs), "eagle3")) as running:
+    with server(recalled(engine("eagle3", theirs), "eagle3")) as running:
         found = checked(running.url, "eagle3", drafts=(f"eagle3={ours}",))
     assert found.verdict == "differ" and names(fitting_causes(found.trials)) == ["the target's last norm"]
 

@@ -100,6 +100,8 @@ class Recalled:
 
     def _at(self, places: Tensor) -> Output:
         rows = torch.arange(len(places))[:, None]
-        dtype = self._target.model.dtype
-        hidden = self.hidden[rows, places][:, :, list(self.taps)].flatten(-2).to(dtype)
-        return Output(self.logits[rows, places].to(dtype), hidden if self.taps else None)
+        dtype, logits = self._target.model.dtype, self.logits[rows, places]
+        if not self.taps:
+            return Output(logits.to(dtype), None)
+        hidden = self.hidden[rows[..., None], places[..., None], torch.tensor(self.taps)]
+        return Output(logits.to(dtype), hidden.flatten(-2).to(dtype))

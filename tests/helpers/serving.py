@@ -18,8 +18,10 @@ from dflash_bench.diagnose.compare_counts import CrosscheckResult
 from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.models import presets
 from dflash_bench.runner.config import RunRequest
-from dflash_bench.runner.setup import open_engine
+from dflash_bench.runner.plan import RunPlan
+from dflash_bench.runner.setup import open_engine, open_local
 from dflash_bench.tasks import suites
+from helpers import cached_target
 from helpers.servers import plainly
 from helpers.servers.fake_server import Count, FakeServer
 from helpers.servers.nano_words import nano_text
@@ -77,6 +79,28 @@ def decoded(
         json.dumps(prompt): Said(answer.token_ids, answer.accepted or (), drafts)
         for prompt, answer in zip(ours, answers, strict=True)
     }
+
+
+def recalled(backend: LocalBackend, method: str) -> dict[str, Said]:
+    """As `decoded`, with a target that says what nano does: only the draft decodes."""
+    prompts, drafter = [backend.encode(chat) for chat in chats()], backend.drafters[parse(method).label]
+    answers = cached_target.accepted(backend.target, drafter, prompts, backend.limits)
+    return {
+        json.dumps(prompt): Said(answer.token_ids, answer.counts, drafter.num_drafts)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    }
+
+
+OPENED: dict[str, LocalBackend] = {}
+
+
+def open_once(resolved: RunPlan) -> LocalBackend:
+    """Our own side of a comparison, whose answers are the same in all tests."""
+    key = f"{[one.label for one in resolved.methods]} {resolved.request.drafts} {resolved.request.quantize}"
+    if key not in OPENED:
+        OPENED[key] = backend = open_local(resolved)
+        backend.generate = cache(backend.generate)  # type: ignore[method-assign]
+    return OPENED[key]
 
 
 @contextmanager
