@@ -24,6 +24,7 @@ from dflash_bench.report.sections import of_document
 from dflash_bench.runner import session
 
 session.forwards_of = lambda _: None  # it takes most of the time of such a run
+FEW = {"limit": 3, "max_new_tokens": 8, "audit": "none"}
 
 def tool(*words):
     sys.argv, shown, status = ["dflash-bench", *words], io.StringIO(), 0
@@ -37,13 +38,13 @@ def tool(*words):
 def measured(out, step_s):
     ticks = count()
     my_waiting.waited_s = lambda: step_s * next(ticks)
-    return db.run(suite="gsm8k", methods="dflash", limit=3, max_new_tokens=16, out=out, waiting=True)
+    return db.run(suite="gsm8k", methods="dflash", **FEW, out=out, waiting=True)
 
-quiet, again, busy = measured("quiet", 0.0), measured("again", 0.0), measured("busy", 10.0)
-without = db.run(suite="gsm8k", methods="dflash", limit=3, max_new_tokens=16, out="without")
+quiet, busy = measured("quiet", 0.0), measured("busy", 10.0)
+without = db.run(suite="gsm8k", methods="dflash", **FEW, out="without")
 shares = {run.folder.name: [cell.value("on_core") for cell in run.document.cells] for run in (quiet, busy, without)}
 refused = measured("impossible", -1.0).answers
-change = db.compare("quiet", "again").table
+change = db.compare("quiet", "busy").table
 print(json.dumps({
     "refused": [refused["error"].tolist(), refused["waited_s"].notna().sum().item()],
     "waited_s": sorted({*busy.answers["waited_s"]}), "shares": shares,

@@ -50,7 +50,7 @@ OURS = ("eagle3:6", "dflash", "mtp:4", "draft-model:5")
 def measured(folder: Path, out: str, *methods: str, model: str | None = None, **options: object) -> db.Run:
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
-    given = {"audit": "none", "max_new_tokens": 40, **options}
+    given = {"audit": "none", "max_new_tokens": 16, **options}
     return db.run(model=model or folder / "model", prompts=prompts, methods=methods, out=folder / out, **given)
 
 
