@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ def capture_passes(target: Target, drafters: Iterable[Drafter], how: str | None)
     if how == "inductor":
         _refuse_compiling(target)
         keep_compiled(cache_folder() / "compiled")
-        return _set(target, drafters, how, lambda: GraphCache(inductor, is_whole=True, must=True))
+        compiled = partial(GraphCache, inductor, is_whole=True, must=True, tolerances=TOLERANCES)
+        return _set(target, drafters, how, compiled)
     if how == OFF or (how is None and (target.device.type != "cuda" or not isinstance(target.network, Steady))):
         return OFF
     if target.device.type != "cuda":

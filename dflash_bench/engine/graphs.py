@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -27,8 +27,12 @@ BUCKET = 256
 """The number of places that attention covers is a multiple of this."""
 ANY = 0
 """The bucket of passes that do not read the KV cache."""
+WHOLE = -1
+"""In place of the number of places: the pass takes no longer over the whole cache, so that one capture serves all."""
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Maximum difference between two ways to compute the same pass, relative to the largest value."""
+REPLAY_TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""The same between a pass and the replay of its kernels: a wrong place in a single head differs by more."""
 
 Function = Callable[..., tuple[Tensor, ...]]
 """(places that attention covers, inputs...) -> results, all [B, ...]; an input [B] holds the rows' starts."""
@@ -50,16 +54,18 @@ def bucket_of(num_places: int) -> int:
 class _Pass:
     """A pass that has been run; `examples` are its inputs at that time.
 
-    A pass that does not read the KV cache is the same for any number of places.
+    `places` is how many it covered: ANY if it does not read the KV cache, or WHOLE.
     """
 
     function: Function
     examples: tuple[Tensor, ...]
-    reads_cache: bool
+    places: int
 
 
 class _CapturedPass:
-    def __init__(self, capture: Capture, known: _Pass, num_rows: int, num_places: int) -> None:
+    def __init__(
+        self, capture: Capture, known: _Pass, num_rows: int, num_places: int, tolerances: Mapping[torch.dtype, float]
+    ) -> None:
         self.inputs = tuple(example.new_zeros((num_rows, *example.shape[1:])) for example in known.examples)
         # A new cache allocates its buffers at the first write, which must not be captured.
         known.function(num_places, *self.inputs)
@@ -69,7 +75,7 @@ class _CapturedPass:
             buffer.copy_(example[:1].expand_as(buffer) if example.ndim > 1 else torch.ones_like(buffer))
         usual = [result.clone() for result in known.function(num_places, *self.inputs)]
         for result, replayed in zip(usual, self.replay(), strict=True):
-            _refuse_unlike(result, replayed)
+            _refuse_unlike(result, replayed, tolerances)
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         for buffer, value in zip(self.inputs, inputs, strict=True):
@@ -80,13 +86,20 @@ class _CapturedPass:
 class GraphCache:
     """The captured passes over one KV cache.
 
-    With `is_whole` the whole cache is the only bucket, for captures that take long. A pass that cannot be captured is
-    computed as usual, or with `must` raises UserError. If that pass reads the cache, all captures are dropped, as the
-    device or the network is to blame; otherwise only this pass stays uncaptured.
+    With `is_whole` the whole cache is the only bucket, for captures that take long. `tolerances` are those of a replay
+    beside the usual pass. A pass that cannot be captured is computed as usual, or with `must` raises UserError. If that
+    pass reads the cache, all captures are dropped, as the device or the network is to blame; otherwise only this pass
+    stays uncaptured.
     """
 
-    def __init__(self, capture: Capture, is_whole: bool = False, must: bool = False) -> None:
-        self.capture_pass, self.is_whole, self.must = capture, is_whole, must
+    def __init__(
+        self,
+        capture: Capture,
+        is_whole: bool = False,
+        must: bool = False,
+        tolerances: Mapping[torch.dtype, float] = REPLAY_TOLERANCES,
+    ) -> None:
+        self.capture_pass, self.is_whole, self.must, self.tolerances = capture, is_whole, must, tolerances
         self._known: dict[Hashable, _Pass] = {}
         self._captured: dict[tuple[Hashable, int], _CapturedPass] = {}
         self._refused: set[Hashable] = set()
@@ -101,22 +114,27 @@ class GraphCache:
         """Return True if the short passes around the long ones are captured, too: launch overhead dominates them."""
         return not self.is_whole
 
-    def replay(
-        self, key: Hashable, function: Function, num_places: int | None, *inputs: Tensor
-    ) -> tuple[Tensor, ...] | None:
+    def replay(self, key: Hashable, function: Function, num_places: int, *inputs: Tensor) -> tuple[Tensor, ...] | None:
         """Return the results, valid until the next call, or None if this pass has not been captured.
 
-        `key` identifies the pass up to its number of rows; `num_places` is None if it does not read the KV cache.
+        `key` identifies the pass up to its number of rows; `num_places` may be ANY or WHOLE.
         """
-        captured = self._captured.get((key, ANY if num_places is None else self._bucket(num_places)))
+        captured = self._captured.get((key, self._bucket(num_places)))
         if captured is not None:
             self.num_replayed += 1
             return captured(inputs)
-        if key not in self._known:
-            device = inputs[0].device
-            examples = tuple(value.to(device, non_blocking=True, copy=True) for value in inputs)
-            self._known[key] = _Pass(function, examples, num_places is not None)
+        if not self.knows(key):
+            self.note(key, function, num_places, *inputs)
         return None
+
+    def knows(self, key: Hashable) -> bool:
+        return key in self._known
+
+    def note(self, key: Hashable, function: Function, num_places: int, *inputs: Tensor) -> None:
+        """Note a pass to be captured before the next answer; captures are tried with these inputs."""
+        device = inputs[0].device
+        examples = tuple(value.to(device, non_blocking=True, copy=True) for value in inputs)
+        self._known[key] = _Pass(function, examples, num_places)
 
     def reset(self, capacity: int) -> None:
         """Drop all captures: the KV cache has new buffers, of `capacity` places."""
@@ -138,7 +156,7 @@ class GraphCache:
             (key, places)
             for key, known in self._known.items()
             if wanted(key) and self._may_try(key)
-            for places in (self._buckets(shortest, longest) if known.reads_cache else [ANY])
+            for places in self._buckets(known.places, shortest, longest)
             if (key, places) not in self._captured
         ]
         for key, places in missing:
@@ -152,13 +170,15 @@ class GraphCache:
     def _try(self, key: Hashable, num_rows: int, num_places: int) -> None:
         begin = time.perf_counter()
         try:
-            self._captured[key, num_places] = _CapturedPass(self.capture_pass, self._known[key], num_rows, num_places)
+            self._captured[key, num_places] = _CapturedPass(
+                self.capture_pass, self._known[key], num_rows, num_places, self.tolerances
+            )
             self.num_captured += 1
         except (RuntimeError, ValueError, NotImplementedError) as problem:
             # Passes are still computed as usual; warn once, and never try again.
             self.why_not = f"{type(problem).__name__}: {first_line(problem)}"
             self._refused.add(key)
-            if self._known[key].reads_cache:
+            if self._known[key].places != ANY:
                 self._has_given_up = True
                 self._captured.clear()
             if self.must:
@@ -167,9 +187,14 @@ class GraphCache:
         self.spent_s += time.perf_counter() - begin
 
     def _bucket(self, num_places: int) -> int:
-        return self._capacity if self.is_whole else bucket_of(num_places)
+        if num_places == ANY:
+            return ANY
+        return self._capacity if self.is_whole or num_places == WHOLE else bucket_of(num_places)
 
-    def _buckets(self, shortest: int, longest: int) -> list[int]:
+    def _buckets(self, covered: int, shortest: int, longest: int) -> list[int]:
+        """Return the buckets of `shortest` to `longest` places, of a pass that has covered `covered`."""
+        if covered in (ANY, WHOLE):
+            return [self._bucket(covered)]
         buckets, places = [], shortest
         while places <= longest:
             buckets.append(self._bucket(places))
@@ -177,14 +202,14 @@ class GraphCache:
         return buckets
 
 
-def _refuse_unlike(usual: Tensor, replayed: Tensor) -> None:
+def _refuse_unlike(usual: Tensor, replayed: Tensor, tolerances: Mapping[torch.dtype, float]) -> None:
     if not usual.is_floating_point():
         if not torch.equal(usual, replayed):
             raise ValueError("replayed results differ")
         return
     scale = usual.abs().max().clamp(min=torch.finfo(usual.dtype).tiny)
     difference = float((usual.float() - replayed.float()).abs().max() / scale)
-    if not difference <= TOLERANCES.get(usual.dtype, TOLERANCES[torch.float32]):
+    if not difference <= tolerances.get(usual.dtype, tolerances[torch.float32]):
         raise ValueError(f"replayed results differ by {difference:.1e}")
 
 

@@ -8,6 +8,7 @@ limits them to the window; layers with a recurrent state roll it back (`forward/
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from dflash_bench.core.types import NOBODY, Listener
 from dflash_bench.engine.cache import KVCache, on_host
 from dflash_bench.engine.forward.hf import HFForward, PassInputs
-from dflash_bench.engine.graphs import GraphCache, bucket_of
+from dflash_bench.engine.graphs import ANY, WHOLE, GraphCache, bucket_of
 from dflash_bench.engine.masks import PassMask, TargetMasks, depths
 from dflash_bench.models.architecture import (
     attention_windows,
@@ -80,6 +81,8 @@ class Steady(Network, Protocol):
 
     has_experts: bool
     """Whether it has experts: the host then chooses the expert of each token, which a capture would not notice."""
+    by_lengths: bool
+    """Whether tokens see places by lengths (`lengths.py`), not by masks; trees always need masks."""
 
     def through(self, tokens: Tensor, positions: Tensor, mask: PassMask) -> tuple[Tensor, list[Tensor]]: ...
 
@@ -276,18 +279,28 @@ class Target:
         assert isinstance(self.network, Steady)
         inputs = [tokens, on_host(starts, self.device), *([] if parents is None else [parents])]
         key = (tokens.shape[1], parents is not None, self.taps)
-        results = graphs.replay(key, self._steady, max(starts) + tokens.shape[1], *inputs)
+        is_as_fast = self.network.by_lengths and parents is None
+        num_places = WHOLE if is_as_fast else max(starts) + tokens.shape[1]
+        results = graphs.replay(key, self._steady, num_places, *inputs)
+        rule, drafted = self.rule, [tokens, *([] if parents is None else [parents])]
         if results is None:
+            # Head and rule of the same pass, so that both are captured before the next answer.
+            if rule is not None and graphs.captures_small and not graphs.knows((rule, *key)):
+                graphs.note((rule, *key), partial(self._ruled, rule), ANY, self._some_outputs(tokens), *drafted)
             return None
         hidden = self._features(results[1:])
-        rule = self.rule
         if rule is not None and graphs.captures_small:
-            inputs = [results[0], tokens, *([] if parents is None else [parents])]
-            ruled = graphs.replay((rule, *key), partial(self._ruled, rule), None, *inputs)
+            ruled = graphs.replay((rule, *key), partial(self._ruled, rule), ANY, results[0], *drafted)
             if ruled is not None:
                 # A copy: another replay may overwrite it before the next round reads its anchor.
                 return Output(ruled[0], hidden, ruled[1].clone())
         return Output(self.network.logits(results[0]), hidden)
+
+    def _some_outputs(self, tokens: Tensor) -> Tensor:
+        """Return numbers like the last layer's outputs [B, N, H] for tokens [B, N]."""
+        weight = self.model.get_input_embeddings().weight
+        shape = (*tokens.shape, self.config.hidden_size)
+        return torch.linspace(-1, 1, math.prod(shape), dtype=weight.dtype, device=self.device).view(shape)
 
     def _ruled(
         self, rule: Rule, _num_places: int, x: Tensor, tokens: Tensor, parents: Tensor | None = None

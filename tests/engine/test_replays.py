@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from dflash_bench.core.types import Message
 from dflash_bench.engine import graphs
 from dflash_bench.engine.backend import LocalBackend, open_backend
 from dflash_bench.engine.capturing import capture_passes
-from dflash_bench.engine.graphs import BUCKET, GraphCache, bucket_of
+from dflash_bench.engine.graphs import ANY, BUCKET, WHOLE, GraphCache, Replay, bucket_of
 from dflash_bench.models import loading, presets
 from dflash_bench.runner.config import RunRequest
 from helpers.each import each
@@ -88,13 +88,20 @@ def test_answers_and_acceptance_are_those_of_computed_passes(
     assert replayed.captured()["not_captured"] == 0
 
 
-def test_nothing_is_captured_while_an_answer_is_decoded(prompts: list[list[int]]) -> None:
-    backend = replaying(opened(("ar",)), lambda: GraphCache(traced))
-    backend.generate_ids("ar", prompts[:1])
-    assert backend.captured()["captured"] == backend.captured()["replayed"] == 0
-    answer = backend.generate_ids("ar", prompts[:1])[0]
-    assert backend.captured()["captured"] == 1
-    assert backend.captured()["replayed"] == len(answer.round_s)
+def test_what_an_answer_runs_is_captured_before_the_next_and_nothing_later(prompts: list[list[int]]) -> None:
+    labels = ("ar", "dflash", "eagle3")
+    backend = replaying(opened(labels), lambda: GraphCache(traced))
+    for label in labels:
+        before = backend.captured()
+        backend.generate_ids(label, prompts[:1])
+        assert backend.captured() == before
+        answer = backend.generate_ids(label, prompts[:1])[0]
+        captured = backend.captured()
+        # A pass, and its head with the rule.
+        assert captured["captured"] >= before["captured"] + 2
+        assert captured["replayed"] >= before["replayed"] + 2 * len(answer.round_s)
+        backend.generate_ids(label, prompts[:1])
+        assert backend.captured()["captured"] == captured["captured"]
 
 
 def test_buckets_hold_what_they_are_for_and_waste_little() -> None:
@@ -142,13 +149,39 @@ def test_what_a_capture_would_bake_in_is_found_and_not_replayed(
         after_capture(faulty, must=True)
 
 
+def three_per_cent_off(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Replay:
+    replay = traced(function, inputs)
+    return lambda: tuple(result * 1.03 for result in replay())
+
+
+@torch.inference_mode()
+def test_a_replay_that_differs_by_more_than_its_kernels_can_is_not_used() -> None:
+    replays, inputs = GraphCache(three_per_cent_off), (torch.tensor([[3.0, 4.0]]).bfloat16(), torch.tensor([7]))
+    replays.reset(BUCKET)
+    replays.replay("key", reading, 10, *inputs)
+    replays.capture(1, 5, BUCKET, lambda _key: True)
+    assert replays.num_captured == 0 and "replayed results differ by" in str(replays.why_not)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("places", "captures"), [(10, 9), (WHOLE, 1), (ANY, 1)])
+def test_a_pass_is_captured_once_if_more_places_cost_nothing(places: int, captures: int) -> None:
+    replays, inputs = GraphCache(traced), (torch.tensor([[3.0, 4.0]]), torch.tensor([7]))
+    replays.reset(bucket_of(9 * BUCKET))
+    replays.replay("key", reading, places, *inputs)
+    replays.capture(1, 5, 9 * BUCKET, lambda _key: True)
+    assert replays.num_captured == captures
+    for length in (10, 4 * BUCKET, 9 * BUCKET):
+        assert replays.replay("key", reading, length if places == 10 else places, *inputs) is not None
+
+
 @torch.inference_mode()
 def test_what_lies_around_a_pass_stays_out_by_itself(caplog: pytest.LogCaptureFixture) -> None:
     replays, inputs = GraphCache(traced), (torch.tensor([[3.0, 4.0]]), torch.tensor([7]))
     replays.reset(BUCKET)
     for _ in range(2):
         whole = replays.replay("whole", reading, 10, *inputs)
-        around = replays.replay("around", with_a_number_of_the_host, None, *inputs)
+        around = replays.replay("around", with_a_number_of_the_host, ANY, *inputs)
         replays.capture(1, 5, BUCKET, lambda _key: True)
     assert whole is not None and around is None and replays.why_not is not None
     assert caplog.text.count("passes are not captured") == 1

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dflash_bench.engine.cache import KVCache, on_host, to_device
 from dflash_bench.engine.drafter import Committed
-from dflash_bench.engine.graphs import Function, GraphCache, bucket_of
+from dflash_bench.engine.graphs import WHOLE, Function, GraphCache, bucket_of
 from dflash_bench.engine.lengths import attends_by_lengths
 from dflash_bench.engine.sampling import Sampler, inverse_cdf, likeliest
 from dflash_bench.engine.verify import Draft
@@ -63,7 +63,8 @@ class CachedDrafter:
         """Return the results of a captured `function` of inputs [B, ...] and starts, or None if there is no capture."""
         if self.graph_cache is None or len(starts) != self.cache.num_rows:
             return None
-        key, num_places = tuple(value.shape[1:] for value in inputs), max(starts) + inputs[0].shape[1]
+        key = tuple(value.shape[1:] for value in inputs)
+        num_places = WHOLE if self.by_lengths else max(starts) + inputs[0].shape[1]
         return self.graph_cache.replay(key, function, num_places, *inputs, on_host(starts, self.device))
 
     def rotary_of(self, length: int) -> Rotary:

@@ -26,6 +26,7 @@ from dflash_bench.engine.drafters.base import CachedDrafter, DraftSampler, joine
 from dflash_bench.engine.forward.choice import why_not_layers
 from dflash_bench.engine.forward.native import Product
 from dflash_bench.engine.forward.native_drafts import DFlashNetwork, NativeDFlash
+from dflash_bench.engine.graphs import ANY
 from dflash_bench.engine.lengths import Seen, placed_lengths
 from dflash_bench.engine.masks import block_mask
 from dflash_bench.engine.sampling import likeliest
@@ -188,7 +189,7 @@ class DFlashDrafter(CachedDrafter):
             return False
         whole = pad(features, (0, 0, 0, self.num_drafts + 1 - features.shape[1]))
         inputs = (whole, on_host(starts, self.device))
-        return self.graph_cache.replay(("keep", *whole.shape[1:]), self._steady_keep, None, *inputs) is not None
+        return self.graph_cache.replay(("keep", *whole.shape[1:]), self._steady_keep, ANY, *inputs) is not None
 
     def _steady_keep(self, _num_places: int, features: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
         """Run `_keep`, placed by tensors alone, so that it can be captured."""
@@ -224,7 +225,7 @@ class DFlashDrafter(CachedDrafter):
         if graphs is None or not graphs.captures_small or sampler.draws or sampler.listener is not None:
             return None
         key = ("correct", *(value.shape[1:] for value in inputs))
-        if (results := graphs.replay(key, self._steady_correction, None, *inputs)) is None:
+        if (results := graphs.replay(key, self._steady_correction, ANY, *inputs)) is None:
             return None
         tokens, *confidence = (result.clone() for result in results)
         return Corrected(tokens, *confidence)

@@ -370,6 +370,7 @@ class NativeForward:
         self.layers = [
             layer_of(layer, kind, *heads, _activation(config), scale) for layer, kind in zip(layers, kinds, strict=True)
         ]
+        self.by_lengths = False
         self.has_experts = any(isinstance(layer.feed, Experts) for layer in self.layers)
         self._taps: frozenset[int] = frozenset()
         self._order: tuple[int, ...] = ()
@@ -384,7 +385,7 @@ class NativeForward:
             cache,
             rotary_tables(self.rotary, kinds, cache.capacity, self.embedding.weight.dtype, device),
         )
-        self._by_lengths = self.layers[0].attention.attends_by_lengths(device, self.embedding.weight.dtype)
+        self.by_lengths = self.layers[0].attention.attends_by_lengths(device, self.embedding.weight.dtype)
 
     def clear(self) -> None:
         pass
@@ -419,7 +420,7 @@ class NativeForward:
 
     def _seen(self, mask: PassMask) -> Mapping[str, Seen]:
         """Return the masks or lengths of the pass for each kind of layer."""
-        if self._by_lengths and mask.parents is None:
+        if self.by_lengths and mask.parents is None:
             return pass_lengths(mask)
         masks = None if mask.sees_all else mask.build()
         return fold_kinds(masks, self._tables, self.layers[0].attention.group)
