@@ -68,7 +68,9 @@ from helpers.pretended_gpu.pretend import Device, DeviceTensor, WaitError, moved
 from helpers.pretended_gpu.varlen import flash_attention
 from helpers.toy import Decoded, Scripted, run, sometimes_wrong, tiny
 
-NEW = 12
+NEW = 8
+LONGER = 12
+"""Tokens in which a draft is cut at each length."""
 SAMPLED = Sampling(temperature=0.8, seed=3, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.1)
 MOST_COPIES = 10
 """In a round with the longest chain here: five steps of EAGLE-3 and rows of different lengths."""
@@ -215,6 +217,7 @@ def decoded(
     sampling: Sampling,
     texts: Sequence[Sequence[int]] = (),
     capture: Capture | None = None,
+    most: int = NEW,
 ) -> Decoded:
     """Decode, with mostly right drafts if `texts` are known, and by captured passes if there is a `capture`."""
     target = native(tiny("qwen3"), place)
@@ -230,17 +233,17 @@ def decoded(
             one.graph_cache = GraphCache(capture)
         for _ in range(2):
             # Passes are captured before an answer if they have been run in an earlier one.
-            run(target, known, PROMPTS[:num_rows], NEW, sampling=sampling)
+            run(target, known, PROMPTS[:num_rows], most, sampling=sampling)
             if isinstance(drafter, Captures):
                 drafter.capture(1, MOST)
         assert [one.graph_cache.why_not for one in capturing] == [None] * len(capturing)
         assert all(one.graph_cache.num_captured for one in capturing)
-    return run(target, known, PROMPTS[:num_rows], NEW, sampling=sampling)
+    return run(target, known, PROMPTS[:num_rows], most, sampling=sampling)
 
 
 @lru_cache
-def on_the_cpu(num_rows: int, sampling: Sampling) -> list[list[int]]:
-    return decoded("ar", lambda module: module, num_rows, sampling).tokens
+def on_the_cpu(num_rows: int, sampling: Sampling, most: int = NEW) -> list[list[int]]:
+    return decoded("ar", lambda module: module, num_rows, sampling, most=most).tokens
 
 
 def texts_of(tokens: list[list[int]]) -> list[list[int]]:
@@ -301,8 +304,10 @@ def test_every_method_is_tried() -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_where_the_device_cuts_as_much_is_verified_as_on_the_cpu(device: Device, sampling: Sampling) -> None:
-    texts = texts_of(on_the_cpu(3, sampling))
-    here, there = (decoded("dflash, cut", place, 3, sampling, texts) for place in (lambda module: module, moved))
+    texts = texts_of(on_the_cpu(3, sampling, LONGER))
+    here, there = (
+        decoded("dflash, cut", place, 3, sampling, texts, most=LONGER) for place in (lambda module: module, moved)
+    )
     assert [step.verified for step in there.rounds] == [step.verified for step in here.rounds]
     assert [step.accepted for step in there.rounds] == [step.accepted for step in here.rounds]
     assert {count for step in there.rounds for count in step.verified or ()} >= {0, 1, 8}
@@ -362,8 +367,8 @@ LAUNCHES = {"ar": 8, "dflash": 22, "ddtree": 96, "eagle3": 89, "dflash, selector
 
 @pytest.mark.parametrize("label", LAUNCHES)
 def test_a_captured_round_has_few_launches(device: Device, label: str) -> None:
-    expected = on_the_cpu(1, Sampling())
-    there = decoded(label, moved, 1, Sampling(), texts_of(expected), Launches(device))
+    expected = on_the_cpu(1, Sampling(), LONGER)
+    there = decoded(label, moved, 1, Sampling(), texts_of(expected), Launches(device), LONGER)
     assert there.tokens == expected
     last = device.launches_of_rounds[-len(there.rounds) :]
     assert max(one.total() for one in last) <= LAUNCHES[label]

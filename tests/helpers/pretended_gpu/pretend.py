@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -107,10 +108,14 @@ class Device(TorchDispatchMode):
 
     _entered: Device | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and saying so for every operation takes longer than most of them."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches: Counter[str] = Counter()
-        self.calls: list[tuple[str, tuple[Any, ...], Mapping[str, Any]]] = []
         self.launches_of_rounds: list[Counter[str]] = []
         self.num_copies = self.num_reads = 0
         self.pinned: dict[int, Tensor] = {}
@@ -186,16 +191,21 @@ class Device(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        given = leaves((args, kwargs))
-        ours = [leaf for leaf in given if isinstance(leaf, DeviceTensor)]
-        made_here = any(isinstance(leaf, torch.device) and leaf.type == CUDA.type for leaf in given)
+        ours, foreign, made_here = [], [], False
+        for leaf in leaves(args) + leaves(kwargs) if kwargs else leaves(args):
+            if isinstance(leaf, DeviceTensor):
+                ours.append(leaf)
+            elif type(leaf) is Tensor:
+                foreign.append(leaf)
+            elif isinstance(leaf, torch.device):
+                made_here = made_here or leaf.type == CUDA.type
         if not ours and not made_here:
             return func(*args, **kwargs)
-        if func not in WHOLE and _can_decompose(func):
+        nature = _nature(func)
+        if nature.decomposes:
             with self:
                 return func.decompose(*args, **kwargs)
-        foreign = [leaf for leaf in given if type(leaf) is Tensor and leaf.ndim]
-        self._notice(func, args, kwargs, ours, foreign)
+        self._notice(func, nature, args, kwargs, ours, [one for one in foreign if one.ndim])
         stays = not ("device" in kwargs and kwargs["device"] is not None and not made_here)
         if made_here:
             kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -210,19 +220,18 @@ class Device(TorchDispatchMode):
     def _notice(
         self,
         func: Any,
+        nature: _Nature,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         ours: Sequence[Tensor],
         foreign: Sequence[Tensor],
     ) -> None:
-        name = func._schema.name.removeprefix("aten::")
-        if not any(value.alias_info and not value.alias_info.is_write for value in func._schema.returns):
-            self.launches[name] += self.is_watched
-            if self.is_watched:
-                self.calls.append((name, args, kwargs))
+        name = nature.name
+        if not nature.only_views and self.is_watched:
+            self.launches[name] += 1
         if func is aten.scaled_dot_product_attention.default:
             _refuse_misaligned(ours)
-        if func in READS:
+        if nature.reads:
             self.read(name)
         elif func is aten._to_copy.default and ours:
             if torch.device(kwargs.get("device") or CUDA).type != CUDA.type and not kwargs.get("non_blocking"):
@@ -234,7 +243,7 @@ class Device(TorchDispatchMode):
                 self.read(name)
             else:
                 self.copy(not (len(args) > 2 and args[2]), foreign[0], name)
-        elif func in INDEXED:
+        elif nature.indexed:
             indices = [index for index in args[1] if index is not None]
             for index in indices:
                 if type(index) is Tensor:
@@ -246,16 +255,34 @@ class Device(TorchDispatchMode):
             raise RuntimeError(f"{name}: tensors are on two devices")
 
 
+@dataclass(frozen=True, slots=True)
+class _Nature:
+    """What an operation always does; asking torch takes longer than most operations."""
+
+    name: str
+    only_views: bool
+    reads: bool
+    indexed: bool
+    decomposes: bool
+
+
+@cache
+def _nature(func: Any) -> _Nature:
+    aliases = [value.alias_info for value in func._schema.returns if value.alias_info]
+    return _Nature(
+        func._schema.name.removeprefix("aten::"),
+        any(not alias.is_write for alias in aliases),
+        func in READS,
+        func in INDEXED,
+        func not in WHOLE and bool(func._can_decompose()),
+    )
+
+
 def _refuse_misaligned(tensors: Sequence[Tensor]) -> None:
     for number, one in enumerate(tensors):
         at = one.storage_offset() * one.element_size()
         if at % ALIGNED_BYTES:
             raise MisalignedError(f"attention reads its tensor {number} from byte {at}")
-
-
-@cache
-def _can_decompose(func: Any) -> bool:
-    return bool(func._can_decompose())
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -28,22 +28,34 @@ def traced(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
     return replay
 
 
+NESTS = (list, tuple, dict)
+
+
 def leaves(tree: Any) -> list[Any]:
     """Leaves of lists, tuples and dicts; torch's own function, made for any class, takes most of a pass."""
-    if isinstance(tree, (list, tuple)):
-        return [leaf for part in tree for leaf in leaves(part)]
-    return [leaf for part in tree.values() for leaf in leaves(part)] if isinstance(tree, dict) else [tree]
+    if not isinstance(tree, NESTS):
+        return [tree]
+    found: list[Any] = []
+    for part in tree.values() if isinstance(tree, dict) else tree:
+        if isinstance(part, NESTS):
+            found += leaves(part)
+        else:
+            found.append(part)
+    return found
 
 
 def changed(tree: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
     """A tree of the same shape; leaves of the kind are changed."""
-    if isinstance(tree, kind):
-        return change(tree)
-    if isinstance(tree, (list, tuple)):
-        return type(tree)([changed(part, kind, change) for part in tree])
     if isinstance(tree, dict):
-        return {name: changed(part, kind, change) for name, part in tree.items()}
-    return tree
+        return {name: changed(part, kind, change) for name, part in tree.items()} if tree else tree
+    if not isinstance(tree, NESTS):
+        return change(tree) if isinstance(tree, kind) else tree
+    return type(tree)(
+        [
+            change(part) if isinstance(part, kind) else changed(part, kind, change) if isinstance(part, NESTS) else part
+            for part in tree
+        ]
+    )
 
 
 @dataclass(frozen=True, slots=True)
