@@ -503,7 +503,7 @@ def test_caches_stay_where_they_are_from_round_to_round(method: str, num_rows: i
         return [b.data_ptr() for owner in caches for layer in owner.cache._layers.values() for b in layer]
 
     seen = [places() for _ in decode(target, drafter, PROMPTS[:num_rows], Limits(12), Sampling(), HostClock())]
-    assert len(seen) > 5 and len(seen[0]) >= 12
+    assert len(seen) > 5 and len(seen[0]) >= 8
     assert all(earlier == later for earlier, later in pairwise(seen))
     # A shorter generation with as many rows uses the same memory again.
     *_, last = (places() for _ in decode(target, drafter, [[5, 6]] * num_rows, Limits(8), Sampling(), HostClock()))

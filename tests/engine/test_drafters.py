@@ -66,7 +66,7 @@ def dflash_from_scratch(
 
 @pytest.mark.parametrize("make", [dflash_drafter, eagle3_drafter, eagle3_tree_drafter])
 def test_a_draft_sees_what_is_before_the_anchor_and_nothing_else(make: Any) -> None:
-    drafter = make(Target(tiny("llama")))
+    drafter = make(Target(tiny("qwen3")))
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 9, 96, generator=generator)
     tokens = torch.randint(0, 96, (2, 9), generator=generator)
@@ -75,7 +75,7 @@ def test_a_draft_sees_what_is_before_the_anchor_and_nothing_else(make: Any) -> N
     # Row 0 has read 6 tokens: what stands at 6 is the anchor's own state, what follows was refused.
     later, earlier, first = hidden.clone(), hidden.clone(), hidden.clone()
     later[0, 6:] += 100
-    earlier[0, 5] += 3
+    earlier[0, 5] *= -3
     first[0, 0] *= -3
     assert propose(drafter, later, tokens, counts) == drafts
     assert propose(drafter, earlier, tokens, counts)[0] != drafts[0]

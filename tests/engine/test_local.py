@@ -262,8 +262,8 @@ def opened(*texts: str | Method, preset: Preset | None = None, shifted_labels: b
         "num_kv_heads": 2,
         "head_dim": 8,
         "vocab_size": 97,
-        "num_target_layers": 6,
-        "target_layer_ids": (1, 2, 4),
+        "num_target_layers": 4,
+        "target_layer_ids": (0, 1, 2),
     }
     drafts: Any = {
         "dflash": DFlashDraft(

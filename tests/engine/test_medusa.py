@@ -28,7 +28,7 @@ from helpers.toy import plain, run, tiny
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]
 NEW = 24
-SHAPE = TargetShape(32, 97, 6)
+SHAPE = TargetShape(32, 97, 4)
 
 
 class Recording:
@@ -124,7 +124,7 @@ def test_right_heads_are_accepted() -> None:
 def test_options_reach_the_drafter() -> None:
     target, models = Target(tiny("qwen3")), Models(tiny("qwen3"), None, {"medusa": heads(3)}, {})
     built = build(models, target, parse("medusa:heads=2,nodes=7,top_k=4"))
-    assert (built.num_heads, built.num_drafts, built.top_k, built.taps) == (2, 7, 4, (6,))
+    assert (built.num_heads, built.num_drafts, built.top_k, built.taps) == (2, 7, 4, (4,))
     assert build(models, target, parse("medusa")).num_heads == 3
     with pytest.raises(UserError, match="method medusa:heads=4: these weights have 3 heads"):
         build(models, target, parse("medusa:heads=4"))
@@ -206,8 +206,8 @@ def test_what_is_wrong_with_a_file_is_said(damage: Callable[[Path], Any], messag
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        (TargetShape(64, 97, 6), "hidden size 32, but the target's is 64; use heads made for this target"),
-        (TargetShape(32, 98, 6), "vocabulary of 97, but the target's is 98"),
+        (TargetShape(64, 97, 4), "hidden size 32, but the target's is 64; use heads made for this target"),
+        (TargetShape(32, 98, 4), "vocabulary of 97, but the target's is 98"),
     ],
 )
 def test_heads_of_another_target_are_refused(shape: TargetShape, message: str, tmp_path: Path) -> None:

@@ -45,14 +45,18 @@ PROMPT_LENGTHS = (9, 5, 12)
 
 @cache
 def target_by(kernels: str | None) -> Target:
-    return target_of(tiny("qwen3"), kernels=kernels)
+    return target_of(tiny("qwen3", num_hidden_layers=LAYERS), kernels=kernels)
 
 
 def differences(
     kind: str, seed: int, folder: Path, num_rows: int = 1, method: str = "dflash", kernels: str | None = "torch"
 ) -> int:
     """In how many rounds of any row the engine drafts, or verifies, something else than the book."""
-    made, model, target = Made(kind, seed, HIDDEN, VOCABULARY, LAYERS), tiny("qwen3"), target_by(kernels)
+    made, model, target = (
+        Made(kind, seed, HIDDEN, VOCABULARY, LAYERS),
+        tiny("qwen3", num_hidden_layers=LAYERS),
+        target_by(kernels),
+    )
     files, asked = made.save(folder / kind), parse(method)
     models = Models(model, None, {"dflash": load_draft(files, SHAPE, torch.float32, "cpu")}, {})
     drafter = dflash_drafter.build(models, target, asked)

@@ -128,7 +128,7 @@ def eagle3_tree(target: Target, place: Place) -> Any:
 
 
 def medusa(target: Target, place: Place, nodes: int = 12, top_k: int = 3) -> Any:
-    return MedusaDrafter(place(heads()), 6, 3, nodes, top_k)
+    return MedusaDrafter(place(heads()), 4, 3, nodes, top_k)
 
 
 def mtp(target: Target, place: Place, rule: str = "match") -> Any:

@@ -21,7 +21,7 @@ LLAMA3 = {
     "rope_theta": 10000.0,
     "original_max_position_embeddings": 32,
 }
-ALTERNATING = ["full_attention", "sliding_attention"] * 3
+ALTERNATING = ["full_attention", "sliding_attention"] * 2
 
 
 def qwen2(**changes: Any) -> Any:
@@ -30,7 +30,7 @@ def qwen2(**changes: Any) -> Any:
         vocab_size=97,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=6,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=96,
@@ -59,7 +59,7 @@ def biased(kind: str, **changes: Any) -> Any:
 def of_class(name: str, config_name: str, **changes: Any) -> Any:
     """Norms and biases are not left as they are made: fresh ones hide what is forgotten."""
     torch.manual_seed(0)
-    shape = {**SHAPE, "num_hidden_layers": 6, **changes}
+    shape = {**SHAPE, "num_hidden_layers": 4, **changes}
     model = getattr(transformers, name)(getattr(transformers, config_name)(**shape)).eval()
     with torch.no_grad():
         for parameter in model.model.layers.parameters():
@@ -90,7 +90,7 @@ KINDS: dict[str, Any] = {
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], list(range(2, 40)), [90, 1, 90]]
 
 
-def passes(target: Target, num_rows: int, taps: tuple[int, ...] = (4, 0)) -> list[Output]:
+def passes(target: Target, num_rows: int, taps: tuple[int, ...] = (2, 0)) -> list[Output]:
     """A prefill, one token, a block, a tree and a whole block."""
     prompts = PROMPTS[-num_rows:] if num_rows > 1 else PROMPTS[2:3]
     target.tap(taps)

@@ -104,14 +104,14 @@ def _tiny(kind: str, **changes: Any) -> Any:
         "vocab_size": 97,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 6,
+        "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 96,
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
-    gpt2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 6, "n_head": 4, "n_positions": 64}
+    gpt2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
     made = {
         "qwen3": lambda: transformers.Qwen3ForCausalLM(
             transformers.Qwen3Config(**{**shape, "head_dim": 8, "tie_word_embeddings": True, **changes})

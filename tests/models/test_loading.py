@@ -45,7 +45,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         block_size=4,
         mask_token_id=96,
         target_layer_ids=(1, 2),
-        num_target_layers=6,
+        num_target_layers=4,
     )
     draft = DFlashDraft(config)
     initialise(draft, 0)
@@ -280,8 +280,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         "has no tokenizer that reads text",
     ),
     "fewer layers than its weights": (
-        configured(num_hidden_layers=5, layer_types=["full_attention"] * 5),
-        r"config\.json has no place for model\.layers\.5\.input_layernorm\.weight \(11 such tensors\)",
+        configured(num_hidden_layers=3, layer_types=["full_attention"] * 3),
+        r"config\.json has no place for model\.layers\.3\.input_layernorm\.weight \(11 such tensors\)",
     ),
     "a bias that no layer has": (with_a_bias, r"has no place for model\.layers\.3\.mlp\.up_proj\.bias \(1 such"),
     "no heads": (configured(num_attention_heads=0), "num_attention_heads in its config.json cannot be 0"),
@@ -351,8 +351,8 @@ def with_eagle3(model: Path) -> Path:
         head_dim=8,
         vocab_size=97,
         draft_vocab_size=40,
-        target_layer_ids=(1, 2, 3),
-        num_target_layers=6,
+        target_layer_ids=(0, 1, 2),
+        num_target_layers=4,
     )
     draft = Eagle3Draft(config)
     initialise(draft, 0)

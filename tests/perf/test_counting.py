@@ -19,7 +19,7 @@ from dflash_bench.perf.round_parts import draft_passes
 from helpers import toy
 from helpers.tiny_architectures import made
 
-# `toy.tiny`: 97 tokens, hidden 32, feed-forward 48, 6 layers, 4 heads of 8, 2 of keys and values.
+# `toy.tiny`: 97 tokens, hidden 32, feed-forward 48, 4 layers, 4 heads of 8, 2 of keys and values.
 TABLE = 97 * 32
 LAYER = 32 * 32 + 2 * 16 * 32 + 32 * 32 + 3 * 32 * 48
 NORMS = 2 * 32
@@ -27,23 +27,23 @@ NORMS = 2 * 32
 
 def test_a_tied_table_is_read_as_the_head() -> None:
     size = size_of(toy.tiny("qwen3"))
-    matrices = TABLE + 6 * LAYER
+    matrices = TABLE + 4 * LAYER
     assert size.matrix_elements == matrices
-    assert size.weight_bytes == size.stored_bytes == 4 * (matrices + 6 * (NORMS + 2 * 8) + 32)
+    assert size.weight_bytes == size.stored_bytes == 4 * (matrices + 4 * (NORMS + 2 * 8) + 32)
     assert size.row_bytes == 4 * 32
-    assert size.attention == (AttentionCost(6, None, 32, 4 * 2 * 16),)
-    assert (size.num_layers, size.vocab_size, size.num_experts, size.state_bytes) == (6, 97, 0, 0)
+    assert size.attention == (AttentionCost(4, None, 32, 4 * 2 * 16),)
+    assert (size.num_layers, size.vocab_size, size.num_experts, size.state_bytes) == (4, 97, 0, 0)
 
 
 def test_a_table_of_its_own_is_not_read() -> None:
     size = size_of(toy.tiny("llama"))
-    assert size.matrix_elements == TABLE + 6 * LAYER
-    assert size.weight_bytes == 4 * (TABLE + 6 * (LAYER + NORMS) + 32)
+    assert size.matrix_elements == TABLE + 4 * LAYER
+    assert size.weight_bytes == 4 * (TABLE + 4 * (LAYER + NORMS) + 32)
     assert size.stored_bytes == size.weight_bytes + 4 * TABLE
 
 
 def test_a_window_is_that_of_its_layers() -> None:
-    assert size_of(toy.tiny("mistral", sliding_window=16)).attention == (AttentionCost(6, 16, 32, 128),)
+    assert size_of(toy.tiny("mistral", sliding_window=16)).attention == (AttentionCost(4, 16, 32, 128),)
 
 
 def test_experts_are_counted_apart_and_the_router_is_not() -> None:

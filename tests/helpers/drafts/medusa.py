@@ -19,4 +19,4 @@ def heads(num_heads: int = 3, num_layers: int = 1, seed: int = 0) -> MedusaHeads
 
 
 def drafter(target: Target, nodes: int = 12, top_k: int = 3, num_heads: int = 3) -> MedusaDrafter:
-    return MedusaDrafter(heads(num_heads), 6, num_heads, nodes, top_k)
+    return MedusaDrafter(heads(num_heads), 4, num_heads, nodes, top_k)

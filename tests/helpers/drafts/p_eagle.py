@@ -14,7 +14,7 @@ from dflash_bench.models.nets.p_eagle import PEagleConfig, PEagleDraft
 from helpers.drafts.tiny import BODY, randomised
 
 CONFIG = PEagleConfig(
-    **BODY, draft_vocab_size=97, target_layer_ids=(1, 2, 4), mask_token_id=96, num_layers=2, own_embedding=True
+    **BODY, draft_vocab_size=97, target_layer_ids=(0, 1, 2), mask_token_id=96, num_layers=2, own_embedding=True
 )
 
 

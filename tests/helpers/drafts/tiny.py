@@ -30,10 +30,10 @@ BODY: dict[str, Any] = {
     "num_kv_heads": 2,
     "head_dim": 8,
     "vocab_size": 97,
-    "num_target_layers": 6,
+    "num_target_layers": 4,
 }
-DFLASH = DFlashConfig(**BODY, num_layers=2, block_size=8, mask_token_id=96, target_layer_ids=(1, 2, 4))
-EAGLE3 = Eagle3Config(**BODY, draft_vocab_size=97, target_layer_ids=(1, 2, 4))
+DFLASH = DFlashConfig(**BODY, num_layers=2, block_size=8, mask_token_id=96, target_layer_ids=(0, 1, 2))
+EAGLE3 = Eagle3Config(**BODY, draft_vocab_size=97, target_layer_ids=(0, 1, 2))
 
 
 def enlarged(draft: Any) -> Any:
@@ -145,7 +145,7 @@ def eagle3_from_scratch(drafter: Eagle3Drafter, features: Tensor, tokens: list[i
 
 def reduced() -> Eagle3Draft:
     """A draft that knows 40 of the 97 tokens."""
-    config = Eagle3Config(**BODY, draft_vocab_size=40, target_layer_ids=(1, 2, 4))
+    config = Eagle3Config(**BODY, draft_vocab_size=40, target_layer_ids=(0, 1, 2))
     draft = enlarged(Eagle3Draft(config))
     counts = torch.randint(0, 1000, (97,), generator=torch.Generator().manual_seed(1))
     draft.d2t, draft.t2d = vocabulary_map(counts, 40)
