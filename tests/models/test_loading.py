@@ -351,7 +351,7 @@ def with_eagle3(model: Path) -> Path:
         head_dim=8,
         vocab_size=97,
         draft_vocab_size=40,
-        target_layer_ids=(0, 1, 2),
+        target_layer_ids=(1, 2),
         num_target_layers=4,
     )
     draft = Eagle3Draft(config)
