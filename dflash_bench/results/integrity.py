@@ -16,7 +16,7 @@ from dflash_bench.results import plan as plans
 from dflash_bench.results import row_checks
 from dflash_bench.results.identity import settings_numbers, short_names
 from dflash_bench.results.plan import BASELINE, Plan
-from dflash_bench.results.row_arrays import RowArrays, RunFacts, lengths_of
+from dflash_bench.results.row_arrays import RowArrays, RunFacts, lengths_of, numbered
 from dflash_bench.results.run_info import RunIdentity, RunInfo
 
 # The columns and sums of each part that checking a whole run needs.
@@ -157,8 +157,9 @@ class PlanMatch:
 def _prompt_numbers(plan: Plan, rows: Any) -> Any:
     """Return the number of each row's prompt in the plan, [rows]; -1 if it is not in the plan."""
     numbers = {(suite, ref.prompt_id): number for number, (suite, ref) in enumerate(plan.prompt_refs)}
-    prompts = rows.groupby(["suite", "prompt_id"], observed=True, sort=False, dropna=False)
-    return np.array([numbers.get(key, -1) for key in prompts.size().index])[prompts.ngroup()]
+    _, first, prompt = np.unique(numbered(rows, ["suite", "prompt_id"]), return_index=True, return_inverse=True)
+    keys = zip(*(rows[name].array[first] for name in ("suite", "prompt_id")), strict=True)
+    return np.array([numbers.get(key, -1) for key in keys], dtype=np.int64)[prompt]
 
 
 # Times of answers against each other and against the run's, which no single row can show.
@@ -202,16 +203,18 @@ def off_sums(info: RunInfo, rows: Any) -> Iterator[tuple[str, Any]]:
     latest_s = (info.span_s or 0.0) if info.resumed else 0.0
     if info.state == "complete" and info.since_s > latest_s:
         yield "the run leaves answers out of its sums that no later process left behind", np.arange(len(rows))
-    good = rows[~rows["failed"] & ~(rows["start_s"] < info.since_s)].assign(between_s=rows["end_s"] - rows["start_s"])
+    times = rows[["prefill_s", "decode_s"]].assign(between_s=rows["end_s"] - rows["start_s"])
+    is_good = (~rows["failed"] & ~(rows["start_s"] < info.since_s)).to_numpy()
     wrong = np.zeros(len(rows), dtype=bool)
-    methods = set(good["method"]) if info.state == "complete" else set()
+    methods = set(rows["method"][is_good]) if info.state == "complete" else set()
     for method in methods | info.times.keys():
-        own, kept = good[good["method"] == method], info.times.get(method)
-        pairs = [(float(own[name].sum()), getattr(kept, name)) for name in SUMS] if kept else []
-        if kept is None or len(own) != kept.answers:
-            wrong[own.index] = True
+        own, kept = is_good & (rows["method"] == method).to_numpy(), info.times.get(method)
+        sums = times[own].sum()
+        pairs = [(float(sums[name]), getattr(kept, name)) for name in SUMS] if kept else []
+        if kept is None or own.sum() != kept.answers:
+            wrong |= own
         if any(abs(now - then) > 1e-9 * (1 + abs(then)) for now, then in pairs):
-            wrong[own.index] = True
+            wrong |= own
     yield "its method's times do not add up to what the run measured", np.flatnonzero(wrong)
 
 
@@ -269,15 +272,20 @@ def _by_number(rows: Any, flags: Sequence[bool]) -> Any:
 def _overlapping(settings: Sequence[Settings], timed: Any) -> Any:
     """Return the later row of each pair that one worker measured concurrently; answers of a wave belong together."""
     is_shared = _by_number(timed, [one.is_shared for one in settings])
-    keys = ["worker", "suite", "method", "settings", "turn", "repeat"]
-    waves = timed.groupby(keys, observed=True, dropna=False).ngroup()
+    waves = numbered(timed, ["worker", "suite", "method", "settings", "turn", "repeat"])
     # An answer decoded alone is its own wave.
-    wave = np.where(is_shared, waves, len(timed) + np.arange(len(timed)))
-    spans = timed.groupby(wave).agg(worker=("worker", "first"), start=("start_s", "min"), end=("end_s", "max"))
-    spans = spans.sort_values(["worker", "start"], kind="stable")
-    ends = (spans["end"] - SHARE * (spans["end"] - spans["start"])).groupby(spans["worker"]).cummax()
-    is_late = spans["start"] < ends.groupby(spans["worker"]).shift() - AT_LEAST_S
-    return timed.index[np.isin(wave, spans.index[is_late])].to_numpy()
+    waves = np.where(is_shared, waves, len(timed) + np.arange(len(timed)))
+    _, first, wave = np.unique(waves, return_index=True, return_inverse=True)
+    worker, start, end = timed["worker"].to_numpy()[first], np.full(len(first), np.inf), np.full(len(first), -np.inf)
+    np.minimum.at(start, wave, timed["start_s"])
+    np.maximum.at(end, wave, timed["end_s"])
+    is_late = np.zeros(len(first), dtype=bool)
+    for number in np.unique(worker):
+        own = np.flatnonzero(worker == number)
+        own = own[np.argsort(start[own], kind="stable")]
+        ends = np.maximum.accumulate(end[own] - SHARE * (end[own] - start[own]))
+        is_late[own[1:]] = start[own[1:]] < ends[:-1] - AT_LEAST_S
+    return timed.index[is_late[wave]].to_numpy()
 
 
 # The whole check: each row of the plan exists once, and is a possible measurement.
@@ -423,6 +431,8 @@ def _by_cell(kind: str, what: str, which: Any, rows: Any, names: Sequence[str]) 
 
     `names` are the display names of the settings; the last entry is for settings outside the run.
     """
+    if not len(which):
+        return
     found = rows.iloc[np.sort(which)]
     for _, members in found.groupby(["suite", "settings", "method"], observed=True, sort=False, dropna=False):
         first, num = members.iloc[0], len(members)

@@ -540,8 +540,9 @@ def _read_prompts(folder: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
         return []
     require_file(path)
     try:
-        known = [name for name in columns if name in parquet.read_schema(path).names]
-        rows: list[dict[str, Any]] = parquet.read_table(path, columns=known).to_pylist()
+        with parquet.ParquetFile(path) as file:
+            known = [name for name in columns if name in file.schema_arrow.names]
+            rows: list[dict[str, Any]] = file.read(columns=known).to_pylist()
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(str(io_error("read", path, error))) from error
     return [{name: row.get(name) for name in columns} for row in rows]
