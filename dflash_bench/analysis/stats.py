@@ -148,14 +148,13 @@ def ratio(top: Sequence[int], bottom: Sequence[int], scale: float = 1.0, *, at_m
 
 def intervals(columns: Floats, statistics: Sequence[Statistic], *, seed: int = SEED) -> list[Interval | None]:
     """Return an interval for each statistic of `columns` [prompts, k], from the same draws; None without a value."""
-    values = [_value(statistic, columns.sum(axis=0)) for statistic in statistics]
+    pairs = [(_value(statistic, columns.sum(axis=0)), statistic) for statistic in statistics]
     if len(columns) < FEWEST:
-        pairs = zip(values, statistics, strict=True)
         return [None if value is None else _bare(value, [(columns, statistic)]) for value, statistic in pairs]
-    spreads = _spreads(columns, statistics, seed)
+    spreads = iter(_spreads(columns, [statistic for value, statistic in pairs if value], seed))
     return [
-        None if value is None else _around(value, spread).within(0.0, statistic.at_most)
-        for value, spread, statistic in zip(values, spreads, statistics, strict=True)
+        None if value is None else _around(value, next(spreads) if value else None).within(0.0, statistic.at_most)
+        for value, statistic in pairs
     ]
 
 
@@ -336,27 +335,29 @@ def _spreads(columns: Floats, statistics: Sequence[Statistic], seed: int) -> lis
     units = _dealt(columns[:, used], seed)
     pairs = sorted({(i, j) for column_set in column_sets for i in column_set for j in column_set if i <= j})
     products = [units[:, used.index(i)] * units[:, used.index(j)] for i, j in pairs]
-    means = _resampled(np.column_stack([units, *products]), seed).T / len(units)
+    means = np.ascontiguousarray(_resampled(np.column_stack([units, *products]), seed).T) / len(units)
     first = dict(zip(used, means, strict=False))
     second = dict(zip(pairs, means[len(used) :], strict=True))
     return [
         _spread(
             columns,
             statistic,
-            np.stack([first[column] for column in column_set], axis=-1),
-            np.array([[second[min(i, j), max(i, j)] for j in column_set] for i in column_set]),
+            np.array([first[column] for column in column_set]).T,
+            [[second[min(i, j), max(i, j)] for j in column_set] for i in column_set],
             len(units) - 1,
         )
         for statistic, column_set in zip(statistics, column_sets, strict=True)
     ]
 
 
-def _spread(columns: Floats, statistic: Statistic, means: Floats, moments: Floats, df: int) -> _Spread:
+def _spread(
+    columns: Floats, statistic: Statistic, means: Floats, moments: Sequence[Sequence[Floats]], df: int
+) -> _Spread:
     """Return the spread from `means` [draws, k] of the statistic's columns and `moments` [k, k, draws] of products."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        slopes = statistic.slopes(means)
+        slopes = statistic.slopes(means).T
         # The influences have mean 0, so the mean of their squares is their variance.
-        variances = np.einsum("di,ijd,dj->d", slopes, moments, slopes)
+        variances = sum(a * b * moments[i][j] for i, a in enumerate(slopes) for j, b in enumerate(slopes))
         whole = columns[:, [*statistic.top, *statistic.bottom]].mean(axis=0)
         off = statistic.logs(means) - statistic.logs(whole)
     return _Spread(jackknife(columns, statistic), off, np.sqrt(np.maximum(variances, 0) / df), _df(columns, statistic))
@@ -404,11 +405,12 @@ def _bare(value: float, parts: Sequence[tuple[Floats, Statistic]]) -> Interval:
     return Interval(value, None, None, min(len(columns) for columns, _ in parts), own_range)
 
 
-def _around(value: float, spread: _Spread) -> Interval:
+def _around(value: float, spread: _Spread | None) -> Interval:
+    """Return the interval of a value; 0 needs no `spread`."""
     if value < 0:
         # A difference of seconds that rounding made negative has no logarithm.
         return Interval(value, None, None)
-    if value == 0 or spread.error < NO_ERROR:
+    if spread is None or value == 0 or spread.error < NO_ERROR:
         return Interval(value, value, value)
     half = _factor(spread) * spread.error
     return Interval(value, value * float(np.exp(-half)), value * float(np.exp(half)))
