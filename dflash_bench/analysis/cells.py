@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from dflash_bench.core import labels
 from dflash_bench.core.methods import is_tree
 from dflash_bench.core.types import GREEDY, CellKey, Settings
 from dflash_bench.results.identity import settings_of, short_names
+from dflash_bench.results.row_arrays import numbered
 from dflash_bench.results.run_info import RunIdentity
 
 Share = tuple[int, int]
@@ -109,45 +110,69 @@ def summarise(rows: Any, identity: RunIdentity) -> list[Cell]:
     `identity` comes from `run.json`: the settings of the run and the sources of its prompts.
     """
     named = {settings.id: (settings, name) for settings, name in short_names(settings_of(identity)).items()}
-    counts, counted, widest = _counts(rows), _counted_by(rows), _widest(rows)
-    sums = prompt_sums(without_errors(rows))
-    by_cell = dict(iter(sums.groupby(level=[0, 1, 2, 3], observed=True)))
+    keys, numbers = cell_numbers(rows)
+    counts, counted = _counts(rows, numbers), _counted_by(rows)
+    good = without_errors(rows)
+    widest, units = _widest(good), _units(prompt_sums(good))
 
-    def made(key: CellKey) -> Cell:
-        cell = _cell(key, counts.loc[key], by_cell.get(key), widest.get(key, float("inf")))
+    def made(number: int) -> Cell:
+        key = keys[number]
+        of_cell = {name: int(values[number]) for name, values in counts.items()}
+        cell = _cell(key, of_cell, units.get(key), widest.get(key, float("inf")))
         settings, setting = named[key.settings_id]
         source = identity.source_of(key.suite)
         return replace(cell, source=source, settings=settings, setting=setting, counted_by=counted.get(key, ()))
 
     # Two at a time: NumPy resamples prompts without holding the interpreter's lock.
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(made, _keys(rows)))
+        return list(pool.map(made, _in_order(rows, keys)))
+
+
+def cell_numbers(rows: Any) -> tuple[list[CellKey], Any]:
+    """Return the keys of the cells, and the index of each row's among them, [rows]."""
+    numbers = numbered(rows, KEY)
+    first = np.unique(numbers, return_index=True)[1]
+    return list(map(CellKey._make, zip(*(rows[name].array[first] for name in KEY), strict=True))), numbers
+
+
+def by_cell(rows: Any) -> dict[CellKey, Any]:
+    """Return the rows of each cell, in their order."""
+    keys, numbers = cell_numbers(rows)
+    # Sorted once, and then cut: a mask would copy every column for every cell.
+    together = rows.iloc[np.argsort(numbers, kind="stable")]
+    ends = np.cumsum(np.bincount(numbers, minlength=len(keys)))
+    return {key: together.iloc[start:end] for key, start, end in zip(keys, [0, *ends], ends, strict=False)}
 
 
 def _counted_by(rows: Any) -> dict[CellKey, tuple[str, ...]]:
-    known = rows[rows["counted_by"].notna()]
     found: dict[CellKey, tuple[str, ...]] = {}
-    for *names, by in known[[*KEY, "counted_by"]].drop_duplicates().itertuples(index=False, name=None):
+    if not rows["counted_by"].notna().any():
+        return found
+    known = rows[[*KEY, "counted_by"]].dropna(subset="counted_by")
+    for *names, by in known.drop_duplicates().itertuples(index=False, name=None):
         key = CellKey._make(names)
         found[key] = (*found.get(key, ()), by)
     return found
 
 
-def _widest(rows: Any) -> dict[CellKey, float]:
+def _widest(good: Any) -> dict[CellKey, float]:
     """Return the widest block plus the bonus token by cell, without cells in which an answer hides its rounds."""
-    drafted = without_errors(rows).groupby(KEY, observed=True)["most_drafted"]
-    most = drafted.agg(lambda widths: widths.max(skipna=False))
-    return {CellKey._make(key): float(num) + 1 for key, num in most.items() if num == num}
+    keys, numbers = cell_numbers(good)
+    most = np.full(len(keys), -np.inf)
+    with np.errstate(invalid="ignore"):
+        np.maximum.at(most, numbers, good["most_drafted"].to_numpy(dtype=np.float64))
+    return {key: float(num) + 1 for key, num in zip(keys, most, strict=True) if num == num}
 
 
-def _keys(rows: Any) -> list[CellKey]:
-    keys = list(map(CellKey._make, rows[KEY].drop_duplicates().itertuples(index=False, name=None)))
-    suites = list(dict.fromkeys(key.suite for key in keys))
+def _in_order(rows: Any, keys: Sequence[CellKey]) -> list[int]:
+    """Return the indices of the cells' keys in the order of the run."""
+    suites = list(rows["suite"].unique())
     slices, settings = (list(rows[name].cat.categories) for name in ("slice", "settings_id"))
     # In the order of the run, not of a slice: the methods take turns in going first.
-    methods = [BASELINE, *dict.fromkeys(key.method for key in keys if key.method != BASELINE)]
+    methods = list(dict.fromkeys([BASELINE, *rows["method"].unique()]))
 
-    def rank(key: CellKey) -> tuple[int, ...]:
+    def rank(number: int) -> tuple[int, ...]:
+        key = keys[number]
         return (
             suites.index(key.suite),
             settings.index(key.settings_id),
@@ -155,48 +180,69 @@ def _keys(rows: Any) -> list[CellKey]:
             methods.index(key.method),
         )
 
-    return sorted(keys, key=rank)
+    return sorted(range(len(keys)), key=rank)
 
 
-def _counts(rows: Any) -> Any:
-    failed = rows["error"].notna()
-    flags = rows[KEY].assign(
-        num_errors=failed,
-        num_tokens=rows["num_tokens"].where(~failed, 0),
-        num_near_ties=(rows["exactness"] == "near_tie") & ~failed,
-        num_own=(rows["audit"] == "exact") & ~failed,
-        num_audited=rows["audit"].notna() & ~failed,
-    )
-    return flags.groupby(KEY, observed=True).sum()
+def _counts(rows: Any, numbers: Any) -> dict[str, Any]:
+    """Return counts of each cell, [cells]; `numbers` are the indices of the rows' cells, [rows]."""
+    good = rows["error"].isna().to_numpy()
+    counted = {
+        "num_errors": ~good,
+        "num_tokens": np.where(good, rows["num_tokens"], 0),
+        "num_near_ties": (rows["exactness"] == "near_tie").to_numpy() & good,
+        "num_own": (rows["audit"] == "exact").to_numpy() & good,
+        "num_audited": rows["audit"].notna().to_numpy() & good,
+    }
+    return {name: np.bincount(numbers, weights=values) for name, values in counted.items()}
 
 
-def _cell(key: CellKey, counts: Any, prompts: Any, widest: float) -> Cell:
-    """Return the cell without its settings and its source; `prompts` are the sums, or None if every answer failed."""
-    units = None if prompts is None else _by_id(prompts.groupby(level="unit", observed=True, sort=False).sum())
-    sums = np.zeros((0, len(SUMS))) if units is None else units.to_numpy(dtype=np.float64)
+class Units(NamedTuple):
+    """The units of one cell: its number of prompts, and the ids and `SUMS` of what intervals resample."""
+
+    num_prompts: int
+    ids: tuple[str, ...]
+    sums: Any
+
+
+def _units(sums: Any) -> dict[CellKey, Units]:
+    """Return the units of each cell in the order of their ids, so that every report resamples them alike, whatever the
+    order of the run; `sums` are those of `prompt_sums`, without cells in which every answer failed."""
+    places = sums.index.to_frame(index=False)
+    units = numbered(places, [*KEY, "unit"])
+    first = np.unique(units, return_index=True)[1]
+    # Where prompts are no sessions, nothing is to be added up.
+    summed = sums if len(first) == len(sums) else sums.set_axis(units).groupby(level=0).sum()
+    values = summed.to_numpy(dtype=np.float64)
+    keys, cells = cell_numbers(places)
+    ids, of_unit, sizes = places["unit"].array[first], cells[first], np.bincount(cells)
+    ends = np.searchsorted(of_unit, np.arange(len(keys)), side="right")
+    return {
+        key: Units(int(size), tuple(ids[start:end]), values[start:end])
+        for key, size, start, end in zip(keys, sizes, [0, *ends], ends, strict=False)
+    }
+
+
+def _cell(key: CellKey, counts: Mapping[str, int], units: Units | None, widest: float) -> Cell:
+    """Return the cell without its settings and its source; `units` is None if every answer failed."""
+    num_prompts, ids, sums = units or Units(0, (), np.zeros((0, len(SUMS))))
     return Cell(
         suite=key.suite,
         slice=key.slice,
         method=key.method,
-        num_prompts=0 if prompts is None else len(prompts),
-        num_tokens=int(counts["num_tokens"]),
-        num_errors=int(counts["num_errors"]),
-        num_near_ties=int(counts["num_near_ties"]),
+        num_prompts=num_prompts,
+        num_tokens=counts["num_tokens"],
+        num_errors=counts["num_errors"],
+        num_near_ties=counts["num_near_ties"],
         exact=share(sums, "exact", "compared"),
         as_text=int(sums[:, COLUMN["as_text"]].sum()),
-        audit=(int(counts["num_own"]), int(counts["num_audited"])) if counts["num_audited"] else None,
+        audit=(counts["num_own"], counts["num_audited"]) if counts["num_audited"] else None,
         passed=share(sums, "passed", "scored"),
         cut=cut if (cut := share(sums, "cut", "scored")) and cut[0] else None,
         figures=_figures(sums, key.method, widest),
         widest=widest,
-        prompts=() if units is None else tuple(units.index),
+        prompts=ids,
         sums=sums,
     )
-
-
-def _by_id(units: Any) -> Any:
-    """Sort the sums of units by their ids, so that every report resamples them alike, whatever the order of the run."""
-    return units.sort_index(key=lambda ids: ids.astype(str))
 
 
 def _figures(sums: Any, method: str, widest: float) -> dict[str, Interval]:
@@ -249,8 +295,3 @@ def seconds_per_token(good: Any) -> float | None:
     known = good[~is_pace_unknown(good)]
     tokens = float(known["decode_tokens"].sum())
     return float(known["decode_s"].sum()) / tokens if tokens else None
-
-
-def select(rows: Any, key: CellKey) -> Any:
-    """Return the rows of one cell."""
-    return rows[np.logical_and.reduce([rows[name] == value for name, value in key._asdict().items()])]

@@ -13,6 +13,7 @@ from dflash_bench.core.measurement import measurements
 from dflash_bench.core.metric import Metric, Shown
 from dflash_bench.core.types import CellKey
 from dflash_bench.results.plan import BASELINE as BASELINE
+from dflash_bench.results.row_arrays import numbered
 
 # Sums: per answer from the columns of the frame, then added up over the turns and repeats of a prompt.
 
@@ -35,7 +36,7 @@ class AnswerColumns:
         self.frame = good
         self._columns: dict[str, Floats] = {}
         self._paired: dict[tuple[str, str], Any] = {}
-        question = good.groupby(list(QUESTION), observed=True, sort=False).ngroup().to_numpy()
+        question = numbered(good, QUESTION)
         is_plain = (good["method"] == BASELINE).to_numpy()
         rows_of_plain = np.full(question.max(initial=-1) + 1, -1)
         rows_of_plain[question[is_plain]] = np.flatnonzero(is_plain)
@@ -160,9 +161,15 @@ def prompt_sums(good: Any) -> Any:
 
     rows = AnswerColumns(good)
     terms = {name: np.nan_to_num(np.asarray(of(rows), dtype=np.float64)) for name, of in OF_ANSWERS.items()}
-    unit = good["unit"] if "unit" in good else good["prompt_id"].rename("unit")
-    keys = [*(good[name] for name in CellKey._fields), unit, good["prompt_id"]]
-    sums = pd.DataFrame(terms, index=good.index).groupby(keys, observed=True).sum()
+    keys = [*CellKey._fields, "unit" if "unit" in good else "prompt_id", "prompt_id"]
+    places = numbered(good, keys)
+    sums = pd.DataFrame(terms, index=places).groupby(level=0).sum()
+    first, columns = np.unique(places, return_index=True)[1], [good[name].cat for name in keys]
+    sums.index = pd.MultiIndex(
+        [pd.CategoricalIndex(column.categories, column.categories) for column in columns],
+        [column.codes.to_numpy()[first] for column in columns],
+        names=[*CellKey._fields, "unit", "prompt_id"],
+    )
     costs = sums[["plain_s", "plain_tokens", "own_s", "own_tokens"]].to_numpy(dtype=np.float64)
     known = (costs > 0).all(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):

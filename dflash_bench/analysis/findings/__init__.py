@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from math import isnan
 from typing import Any
 
-from dflash_bench.analysis.cells import Cell, has_baseline, mismatched, select, summarise, without_errors
+from dflash_bench.analysis.cells import Cell, by_cell, has_baseline, mismatched, summarise, without_errors
 from dflash_bench.analysis.findings import servers, speed, timing
 from dflash_bench.analysis.findings.base import MIN_PROMPTS, CellContext, Observation, place_of
 from dflash_bench.analysis.findings.speed import DEAD_AL, never_drafts
@@ -60,28 +60,30 @@ def _seen(
 ) -> list[Observation]:
     plain = {(cell.suite, cell.settings) for cell in cells if cell.method == BASELINE and cell.num_prompts}
     first = tuple(rows[["suite", "settings_id"]].iloc[int(rows["order"].to_numpy().argmin())])
-    contexts = []
-    for cell in cells:
-        of_cell = select(rows, cell.key)
-        contexts.append(
-            CellContext(
-                cell,
-                of_cell,
-                without_errors(of_cell),
-                identity or UNKNOWN,
-                rows,
-                (cell.suite, cell.settings) in plain,
-                (cell.suite, cell.settings.id) == first,
-                info,
-            )
+    of_cells = by_cell(rows)
+    succeeded = {key: without_errors(of_cell) for key, of_cell in of_cells.items()}
+    contexts = [
+        CellContext(
+            cell,
+            of_cells[cell.key],
+            succeeded[cell.key],
+            identity or UNKNOWN,
+            rows,
+            succeeded,
+            (cell.suite, cell.settings) in plain,
+            (cell.suite, cell.settings.id) == first,
+            info,
         )
+        for cell in cells
+    ]
     return [seen for check in checks for context in contexts if (seen := check(context))]
 
 
 def _mismatch(context: CellContext) -> Observation | None:
-    wrong = context.succeeded[mismatched(context.succeeded)]
-    if not len(wrong):
+    is_wrong = mismatched(context.succeeded)
+    if not is_wrong.any():
         return None
+    wrong = context.succeeded[is_wrong]
     audited = wrong[wrong["audit"] == "mismatch"]
     if len(audited):
         return context.observe("mismatch", "engine", **context.tally(wrong), **_departure(audited.iloc[0], "audit"))
@@ -115,9 +117,10 @@ def _no_baseline(context: CellContext) -> Observation | None:
 
 def _near_ties(context: CellContext) -> Observation | None:
     good = context.succeeded
-    ties = good[(good["exactness"] == "near_tie") | (good["audit"] == "near_tie")]
-    if not len(ties):
+    is_tie = (good["exactness"] == "near_tie") | (good["audit"] == "near_tie")
+    if not is_tie.any():
         return None
+    ties = good[is_tie]
     gap = ties[["divergence_gap", "audit_gap"]].max(axis=None)
     return context.observe("near_tie", **context.tally(ties), gap=None if isnan(gap) else float(gap))
 

@@ -68,11 +68,18 @@ class CellContext:
     identity: RunIdentity
     run: Any
     """The rows of all cells."""
+    succeeded_of: Mapping[CellKey, Any]
+    """The rows of each cell of the run that did not fail."""
     has_plain: bool
     """Whether its suite has a baseline answer that did not fail."""
     is_first_suite: bool
     """Whether the run began with its suite, so that its answers may include the warm-up."""
     info: RunInfo | None = None
+
+    @property
+    def succeeded_plain(self) -> Any:
+        """Return the rows of the cell's baseline that did not fail, perhaps none."""
+        return self.succeeded_of.get(self.cell.key._replace(method=BASELINE), self.run[:0])
 
     @property
     def is_baseline(self) -> bool:

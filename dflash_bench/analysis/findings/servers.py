@@ -6,10 +6,8 @@ from math import isnan
 from typing import Any
 
 from dflash_bench.analysis import metrics, stats
-from dflash_bench.analysis.cells import select, without_errors
 from dflash_bench.analysis.findings.base import CellContext, Observation, place_of
 from dflash_bench.core import dialects
-from dflash_bench.core.types import CellKey
 from dflash_bench.results.run_info import ServerEntry
 
 WORSE_P = 0.01
@@ -35,9 +33,10 @@ def other_servers(context: CellContext) -> Observation | None:
 
 
 def unjudged(context: CellContext) -> Observation | None:
-    differing = context.succeeded[context.succeeded["exactness"] == "differs"]
-    if not len(differing):
+    differs = context.succeeded["exactness"] == "differs"
+    if not differs.any():
         return None
+    differing = context.succeeded[differs]
     first = differing.iloc[0]
     remedy = "judge" if isnan(first["num_hidden_tokens"]) else "token_ids"
     return context.observe("unjudged", remedy, **context.tally(differing), **place_of(first))
@@ -47,8 +46,9 @@ def worse_answers(context: CellContext) -> Observation | None:
     """Compare right answers on prompts that both answered: a lossless method may lose some only by chance."""
     if context.is_baseline:
         return None
-    by_question = _right(context.run, context.cell.key._replace(method="ar")), _right(context.run, context.cell.key)
-    plain, own = by_question[0].align(by_question[1], join="inner")
+    if not context.succeeded["passed"].notna().any():
+        return None
+    plain, own = _right(context.succeeded_plain).align(_right(context.succeeded), join="inner")
     lost, gained = int((own < plain).sum()), int((own > plain).sum())
     p = stats.mcnemar(lost, gained)
     if p >= WORSE_P or lost <= gained:
@@ -57,10 +57,9 @@ def worse_answers(context: CellContext) -> Observation | None:
     return context.observe("worse_answers", remedy, lost=lost, gained=gained, num_prompts=len(own), p=p)
 
 
-def _right(rows: Any, key: CellKey) -> Any:
+def _right(succeeded: Any) -> Any:
     """Return the number of right answers of each scored prompt, as a series by prompt."""
-    cell = without_errors(select(rows, key))
-    scored = cell[cell["passed"].notna()]
+    scored = succeeded[["prompt_id", "passed"]].dropna()
     return scored.groupby(scored["prompt_id"].astype(str))["passed"].sum()
 
 
@@ -70,10 +69,11 @@ def compared_by_text(context: CellContext) -> Observation | None:
 
 
 def reused_prompts(context: CellContext) -> Observation | None:
-    hits = context.succeeded[context.succeeded["num_cached_tokens"].fillna(0) > 0]
+    is_hit = context.succeeded["num_cached_tokens"] > 0
     server = context.identity.servers.get(context.cell.method)
-    if not len(hits) or (server is not None and server.prefix_cache == dialects.REUSED):
+    if not is_hit.any() or (server is not None and server.prefix_cache == dialects.REUSED):
         return None
+    hits = context.succeeded[is_hit]
     tokens = int(hits["num_cached_tokens"].sum())
     remedy = _remedy(context, "reused_prompts")
     return context.observe("reused_prompts", remedy, **context.tally(hits), num_tokens=tokens)
@@ -88,17 +88,19 @@ def uncounted(context: CellContext) -> Observation | None:
 
 
 def no_decode_speed(context: CellContext) -> Observation | None:
-    unknown = context.succeeded[metrics.is_pace_unknown(context.succeeded)]
-    return context.observe("no_decode_speed", **context.tally(unknown)) if len(unknown) else None
+    is_unknown = metrics.is_pace_unknown(context.succeeded)
+    if not is_unknown.any():
+        return None
+    return context.observe("no_decode_speed", **context.tally(context.succeeded[is_unknown]))
 
 
 def derived_rounds(context: CellContext) -> Observation | None:
     """Look for derived rounds, which are off by one where the limit cut the last round."""
     ways = context.succeeded["counted_by"].dropna().unique()
     derived_ways = [way for way in ways if (rule := dialects.rule_of(way)) and rule.is_derived]
-    derived = context.succeeded[context.succeeded["counted_by"].isin(derived_ways)]
-    if context.is_baseline or not len(derived):
+    if context.is_baseline or not derived_ways:
         return None
+    derived = context.succeeded[context.succeeded["counted_by"].isin(derived_ways)]
     num_cut = int((derived["finish_reason"] == "length").sum())
     by, remedy = str(derived["counted_by"].iloc[0]), _remedy(context, "uncounted")
     return context.observe("derived_rounds", remedy, counted_by=by, **context.tally(derived), num_cut=num_cut)

@@ -13,6 +13,7 @@ from dflash_bench.analysis.metrics import prompt_sums
 from dflash_bench.analysis.roofline import SLOW_PLAIN
 from dflash_bench.core.methods import is_probe
 from dflash_bench.core.types import NOT_COVERED, SHARED_WEIGHTS
+from dflash_bench.results.row_arrays import numbered
 
 SLOW_FIRST = 1.5
 DRIFT = 0.10
@@ -143,16 +144,28 @@ def hidden_time(context: CellContext) -> Observation | None:
     is_served = context.identity.engine == "server"
     if context.is_baseline or is_probe(context.cell.method) or is_served or context.cell.settings.is_shared:
         return None
-    here = without_errors(_of_suite(context))
-    here = here.assign(beside_s=here["clock_s"] - here["prefill_s"] - here["decode_s"])
-    own, plain = (
-        here[here["method"] == name].set_index(QUESTION)["beside_s"] for name in (context.cell.method, metrics.BASELINE)
-    )
-    more_s = (own - plain).dropna()
-    took_s = float((context.succeeded["prefill_s"] + context.succeeded["decode_s"]).median())
-    if len(more_s) < MIN_CALLS or more_s.quantile(1 - HIDDEN_OFTEN) <= HIDDEN_S + HIDDEN_SHARE * took_s:
+    own, plain = context.succeeded, context.succeeded_plain
+    if min(len(own), len(plain)) < MIN_CALLS or len(more_s := _beside_plain(own, plain)) < MIN_CALLS:
         return None
-    return context.observe("hidden_time", num_answers=len(more_s), more_s=float(more_s.median()), took_s=took_s)
+    took_s = float((own["prefill_s"] + own["decode_s"]).median())
+    if np.quantile(more_s, 1 - HIDDEN_OFTEN) <= HIDDEN_S + HIDDEN_SHARE * took_s:
+        return None
+    return context.observe("hidden_time", num_answers=len(more_s), more_s=float(np.median(more_s)), took_s=took_s)
+
+
+def _beside_plain(own: Any, plain: Any) -> Any:
+    """Return what the calls of `own` took beside their answers' times, less what plain calls to the same questions did,
+    without the unknown."""
+    import pandas as pd
+
+    columns = [*QUESTION, "clock_s", "prefill_s", "decode_s"]
+    both = pd.concat([own[columns], plain[columns]])
+    beside_s = (both["clock_s"] - both["prefill_s"] - both["decode_s"]).to_numpy()
+    question, num = numbered(both, QUESTION), len(own)
+    plain_s = np.full(len(both), np.nan)
+    plain_s[question[num:]] = beside_s[num:]
+    more_s = beside_s[:num] - plain_s[question[:num]]
+    return more_s[~np.isnan(more_s)]
 
 
 # Finding about answers that repeat themselves: they are easy to draft, and their speed-up holds for no other text.

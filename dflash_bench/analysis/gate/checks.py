@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dflash_bench.analysis import comparable, compare, noise, roofline, stats
-from dflash_bench.analysis.cells import Cell, mismatched, select, summarise, without_errors
+from dflash_bench.analysis.cells import Cell, by_cell, mismatched, summarise, without_errors
 from dflash_bench.analysis.findings import DEAD_AL, forbidding, timing
 from dflash_bench.analysis.gate import baselines
 from dflash_bench.analysis.gate.baselines import ABSOLUTE, DEVICE, Baseline, Limit, Runs, cell_name
@@ -23,6 +23,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import is_imposed, is_lossy, shown
 from dflash_bench.results import table
 from dflash_bench.results.integrity import Problem
+from dflash_bench.results.run_info import RunInfo
 from dflash_bench.results.table import RunTable
 
 FLOORED = "speedup.decode"
@@ -181,12 +182,18 @@ def judge(
     if ungated:
         notes.append(f"speed was not held to the baseline: {ungated}")
     merged = dict(baseline.limits if baseline else baselines.RELATIVE) | dict(limits or {})
-    named = [(run, cell, name) for run, name, of_run in zip(runs, names, cells_of_runs, strict=True) for cell in of_run]
+    rows_of = [by_cell(run.rows) for run in runs]
+    named = [
+        (rows[cell.key], cell, name)
+        for rows, name, of_run in zip(rows_of, names, cells_of_runs, strict=True)
+        for cell in of_run
+    ]
     checks = [check for place in named for check in absolute_checks(*place)]
     for run, name, of_run in zip(runs, names, cells_of_runs, strict=True):
         checks += [*_drafting_checks(run, of_run, name), *_fallback_checks(run, of_run, name)]
     if with_timings:
-        checks += [check for place in named for check in _pace_checks(*place)]
+        infos = [run.info for run, of_run in zip(runs, cells_of_runs, strict=True) for _ in of_run]
+        checks += [check for info, place in zip(infos, named, strict=True) for check in _pace_checks(info, *place)]
         for of_runs in cells.values():
             before = baseline.cells.get(of_runs[0].key, ()) if baseline and not ungated else ()
             checks += slowdown_checks(of_runs, before, merged)
@@ -283,15 +290,17 @@ def _nothing_to_judge(results: RunTable, run: str) -> Iterator[Check]:
     `--allow failed` does not help: without answers there are no figures.
     """
     why = results.why_empty
+    if not results.rows["error"].notna().any():
+        return
     for cell in summarise(results.rows, results.info.identity):
         if cell.num_errors and not cell.num_prompts and (why or cell.method == BASELINE):
             reason = why or f"all {cell.num_errors:,} answers failed"
             yield _check(cell, "failed", cell.num_errors, 0, "failed", reason, run=run)
 
 
-def absolute_checks(results: RunTable, cell: Cell, run: str = "") -> Iterator[Check]:
-    """Check a cell for wrong and failed answers and for a draft that is hardly ever accepted."""
-    num_wrong = int(mismatched(select(results.rows, cell.key)).sum())
+def absolute_checks(rows: Any, cell: Cell, run: str) -> Iterator[Check]:
+    """Check a cell and its rows for wrong and failed answers and for a draft that is hardly ever accepted."""
+    num_wrong = int(mismatched(rows).sum())
     if not is_lossy(cell.method):
         wrong = f"{num_wrong} answers are not the published model's own output"
         yield _check(cell, "mismatch", num_wrong, 0, "mismatch" if num_wrong else "", wrong, run=run)
@@ -319,11 +328,11 @@ def _fallback_checks(results: RunTable, cells: Sequence[Cell], run: str) -> Iter
         yield _check(cells[0], "fallback", 1, 0, "fallback", f"the engine's own forward {reason}", run=run)
 
 
-def _pace_checks(results: RunTable, cell: Cell, run: str) -> Iterator[Check]:
+def _pace_checks(info: RunInfo, rows: Any, cell: Cell, run: str) -> Iterator[Check]:
     """Check that plain decoding of one answer at a time is not far slower than its own forward passes."""
     if cell.method != BASELINE or cell.settings.is_shared:
         return
-    pace = roofline.pace_of(results.info, without_errors(select(results.rows, cell.key)))
+    pace = roofline.pace_of(info, without_errors(rows))
     if pace is None:
         return
     reason = "plain decoding is slower than its own forward passes allow, which flatters speed-ups"
