@@ -9,6 +9,7 @@ import re
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -254,13 +255,20 @@ def _field(value: Any) -> Any:
 
 def template(name: str, values: Mapping[str, Any]) -> str:
     """Fill in a template of this package. Text is made visible and escaped, unless it is `Markup`."""
+    helpers = {"breakable": _breakable, "whole_bounds": _whole_bounds, "longest_word": _longest_word}
+    return str(_templates().get_template(name).render(badges_of=tables.badges_of, **helpers, **values))
+
+
+@cache
+def _templates() -> Any:
+    """Return the templates of this package, which are compiled once."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     def shown(value: Any) -> Any:
         return visible(value, keep="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
 
-    environment = Environment(
+    return Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
@@ -268,8 +276,6 @@ def template(name: str, values: Mapping[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    helpers = {"breakable": _breakable, "whole_bounds": _whole_bounds, "longest_word": _longest_word}
-    return environment.get_template(name).render(badges_of=tables.badges_of, **helpers, **values)
 
 
 PLACES = re.compile(r"(?<=[\w\]])([.:,=@/_+-])(?=\w)")
