@@ -13,6 +13,7 @@ from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.measurement import measurements
 from dflash_bench.results.identity import full_names, servers_in_words, settings_of, settings_to_json, short_names
 from dflash_bench.results.rounds import plain_answers
+from dflash_bench.results.row_arrays import numbered
 from dflash_bench.results.run_info import RunIdentity, RunInfo
 from dflash_bench.results.table import ALLOWED, RunTable
 
@@ -170,27 +171,28 @@ def _named(identity: RunIdentity, *names: str) -> dict[str, Any]:
 
 def _prompt_differences(before: RunTable, after: RunTable) -> Iterator[Difference]:
     """Yield prompts with the same id but different texts."""
-    keys = ["suite", "prompt_id"]
     then, now = (hashes(run.rows) for run in (before, after))
-    both = then.merge(now, on=keys)
-    other = both[both["prompt_hash_x"] != both["prompt_hash_y"]]
-    if len(other):
-        first = other.iloc[0]
-        where = f"{first['suite']} {first['prompt_id']}"
+    both = [place for place in then if place in now]
+    other = [place for place in both if then[place] != now[place]]
+    if other:
+        where = " ".join(other[0])
         yield Difference("prompts", f"{len(other)} of {len(both)} have different texts, first {where}")
         return
     identities = [run.info.identity for run in (before, after)]
     if identities[0].date != identities[1].date:  # reported as a difference of its own
         return
     for suite in identities[0].suites.keys() & identities[1].suites.keys():
-        ids = [set(side[side["suite"] == suite]["prompt_id"]) for side in (then, now)]
+        ids = [{prompt for name, prompt in side if name == suite} for side in (then, now)]
         old, new = (identity.suites[suite].rendered for identity in identities)
         if ids[0] == ids[1] and any(old[mode] != new[mode] for mode in old.keys() & new.keys()):
             yield Difference("prompts", f"the chat template makes another text of {suite}")
 
 
-def hashes(rows: Any) -> Any:
-    return rows[["suite", "prompt_id", "prompt_hash"]].drop_duplicates().astype(str)
+def hashes(rows: Any) -> dict[tuple[str, str], str]:
+    """Return the hash of each prompt by its suite and id, in the order of the rows."""
+    first = np.sort(np.unique(numbered(rows, ["suite", "prompt_id"]), return_index=True)[1])
+    columns = (rows[name].array[first] for name in ("suite", "prompt_id", "prompt_hash"))
+    return {(suite, prompt): text for suite, prompt, text in zip(*columns, strict=True)}
 
 
 # Agreement of two runs: the baseline's answers are the target's own, so they show whether the target has changed.

@@ -6,7 +6,7 @@ Nothing is downloaded: without the target's tokenizer on this disk, texts are no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +77,17 @@ def _other(batch: Any, decode: Decode, slow_decoder: Callable[[], Decode | None]
 
 def _slow_decoder(tokenizer: Path) -> Decode | None:
     """Return the decoder of transformers; None without torch."""
+    states = [(path, path.stat()) for path in sorted(tokenizer.parent.iterdir())]
+    return _decoder_of(tokenizer.parent, tuple((path, at.st_ino, at.st_size, at.st_mtime_ns) for path, at in states))
+
+
+@lru_cache(maxsize=1)
+def _decoder_of(folder: Path, _: object) -> Decode | None:
+    """Return the decoder of a folder whose files are in this state; runs that are checked together share it."""
     try:
         from dflash_bench.models.chat import decoder
 
-        return decoder(tokenizer.parent)
+        return decoder(folder)
     except (ImportError, UserError):
         return None
 

@@ -121,7 +121,7 @@ def stored(
     in_parts: bool = False,
     **identity: Any,
 ) -> Path:
-    """Finished, merged or in parts of ten answers; the plan is that of the records, unless there is another.
+    """Finished, in one part or in parts of ten answers; the plan is that of the records, unless there is another.
 
     Records whose settings nobody chose are under those of the run.
     """
@@ -138,8 +138,9 @@ def stored(
     records = [replace(row, settings=usual) if row.settings == GREEDY else row for row in records]
     records = [row if row.settings.is_shared else clocked(row) for row in records]
     with store.create(folder, info) as run:
-        for start in range(0, len(records), 10):
-            run.keep(records[start : start + 10])
+        size = 10 if in_parts else max(1, len(records))
+        for start in range(0, len(records), size):
+            run.keep(records[start : start + size])
         if in_parts:
             run._small.clear()
         run.mark_finished({})

@@ -113,7 +113,8 @@ class Baseline:
         import pandas as pd
 
         rows = [(suite, prompt, text) for suite, hashes in self.hashes.items() for prompt, text in hashes.items()]
-        return RunTable(self.name, self.info, pd.DataFrame(rows, columns=["suite", "prompt_id", "prompt_hash"]))
+        frame = pd.DataFrame(rows, columns=["suite", "prompt_id", "prompt_hash"], dtype="category")
+        return RunTable(self.name, self.info, frame)
 
 
 def require_distinct(runs: Sequence[Path]) -> None:
@@ -159,7 +160,7 @@ def write(runs: Sequence[RunTable], path: Path, *, with_timings: bool, limits: M
     counts = ["answers", "paired"] if with_timings else ["answers"]
     kept = list(dict.fromkeys([*counts, *(name for metric in judged for name in (*metric.top, *metric.bottom))]))
     hashes: dict[str, dict[str, str]] = {}
-    for suite, prompt, text in comparable.hashes(runs[0].rows).itertuples(index=False, name=None):
+    for (suite, prompt), text in comparable.hashes(runs[0].rows).items():
         hashes.setdefault(suite, {})[prompt] = text
     environment = runs[0].info.environment.to_json()
     old = [(entry, baseline, _kinds(baseline, runs[0])) for entry, baseline in _stored_in(path)]
@@ -216,6 +217,8 @@ def speed_differences(baseline: Baseline, run: RunTable) -> list[str]:
 
 def nearest(baselines: Sequence[Baseline], run: RunTable) -> Baseline:
     """Return the baseline whose machine and programs match the run's or differ least; the first of several."""
+    if len(baselines) == 1:
+        return baselines[0]
     return min(baselines, key=lambda one: (DEVICE in _kinds(one, run), len(speed_differences(one, run))))
 
 
