@@ -40,6 +40,7 @@ from helpers.serving import (
     chats,
     checked,
     decoded,
+    drafted,
     engine,
     names,
     open_once,
@@ -145,7 +146,7 @@ IN_CHECKPOINTS = {
 @pytest.mark.parametrize("fault", IN_CHECKPOINTS, ids=" ".join)
 def test_a_server_that_reads_the_draft_otherwise(fault: tuple[str, str], tmp_path: Path) -> None:
     method = fault[0]
-    answers = recalled(engine(method, planted.plant(fault, tmp_path / "draft")), method)
+    answers = drafted(planted.plant(fault, tmp_path / "draft"), method)
     with server(answers) as running:
         found = checked(running.url, method)
     assert found.verdict == "differ" and names(fitting_causes(found.trials)) == [IN_CHECKPOINTS[fault]]
@@ -231,7 +232,8 @@ def test_a_server_that_drafts_otherwise(fault: tuple[str, str], monkeypatch: pyt
     with monkeypatch.context() as patch:
         IN_THE_ENGINE[fault](patch)
         # Where faults are planted.
-        answers = recalled(shared_engine(method, kernels="torch"), method)
+        backend = shared_engine(method, kernels="torch")
+        answers = recalled(backend, backend.drafters[method])
     with server(answers) as running:
         found = checked(running.url, method)
     assert found.verdict == "differ" and names(fitting_causes(found.trials)) == [cause]
@@ -250,7 +252,7 @@ def test_a_server_that_norms_by_the_first_layer(tmp_path: Path, monkeypatch: pyt
     draft = planted.plant(("dflash", "loud keys"), tmp_path / "draft")
     with monkeypatch.context() as patch:
         normed_by_first(patch)
-        answers = recalled(engine("dflash", draft, kernels="torch"), "dflash")
+        answers = drafted(draft, "dflash", kernels="torch")
     with server(answers) as running:
         found = checked(running.url, drafts=(f"dflash={draft}",))
     assert found.verdict == "differ" and names(fitting_causes(found.trials)) == ["the first layer's norm for all"]
@@ -265,7 +267,7 @@ def test_a_server_that_norms_by_the_targets_weights(tmp_path: Path, monkeypatch:
     ours, theirs = (
         planted.plant(("eagle3", norm), tmp_path / norm) for norm in ("odd last norm", "last norm of the target")
     )
-    with server(recalled(engine("eagle3", theirs), "eagle3")) as running:
+    with server(drafted(theirs, "eagle3")) as running:
         found = checked(running.url, "eagle3", drafts=(f"eagle3={ours}",))
     assert found.verdict == "differ" and names(fitting_causes(found.trials)) == ["the target's last norm"]
 

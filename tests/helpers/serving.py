@@ -10,13 +10,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dflash_bench.core.dialects import WHOLE, AcceptanceCounts, Conversion, DecodedAnswer
 from dflash_bench.core.methods import parse
 from dflash_bench.core.types import GREEDY, Message, Settings
 from dflash_bench.diagnose import conform_server
 from dflash_bench.diagnose.compare_counts import CrosscheckResult
-from dflash_bench.engine.backend import LocalBackend
+from dflash_bench.engine.backend import LocalBackend, build_drafter
+from dflash_bench.engine.drafter import Drafter
+from dflash_bench.engine.selection import compile_like
 from dflash_bench.models import presets
+from dflash_bench.models.loading import Models, load, with_draft
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import RunPlan
 from dflash_bench.runner.setup import open_engine, open_local
@@ -81,9 +86,23 @@ def decoded(
     }
 
 
-def recalled(backend: LocalBackend, method: str) -> dict[str, Said]:
+def drafted(draft: Path, method: str, kernels: str | None = None) -> dict[str, Said]:
+    """What a server says that has nano's target and this draft."""
+    backend, chosen = shared_engine(method, kernels=kernels), parse(method)
+    preset = presets.combine("nano", None, {str(chosen.draft): str(draft)})
+    drafter = build_drafter(with_draft(_models(), preset, str(chosen.draft)), backend.target, chosen, preset)
+    compile_like(backend.target, [drafter])
+    return recalled(backend, drafter)
+
+
+@cache
+def _models() -> Models:
+    return load("nano", [], "cpu", torch.float32)
+
+
+def recalled(backend: LocalBackend, drafter: Drafter) -> dict[str, Said]:
     """As `decoded`, with a target that says what nano does: only the draft decodes."""
-    prompts, drafter = [backend.encode(chat) for chat in chats()], backend.drafters[parse(method).label]
+    prompts = [backend.encode(chat) for chat in chats()]
     answers = cached_target.accepted(backend.target, drafter, prompts, backend.limits)
     return {
         json.dumps(prompt): Said(answer.token_ids, answer.counts, drafter.num_drafts)
