@@ -208,11 +208,12 @@ class Race:
         for method in self.racing:
             self.rounds[method] = self.rounds.get(method, 0) + 1
         self.left |= {method: ("failed", error) for method, error in failed.items()}
-        for table in tables:
+        off = [drifted(table) for table in tables]
+        for table, methods in zip(tables, off, strict=True):
             self._leave_out_wrong(table)
-            self.left |= {method: ("drifted", "") for method in drifted(table) if method not in self.left}
+            self.left |= {method: ("drifted", "") for method in methods if method not in self.left}
         # In a drifted run plain decoding was too slow for all methods, not only for those that show it.
-        tables = [table for table in tables if not drifted(table)]
+        tables = [table for table, methods in zip(tables, off, strict=True) if not methods]
         self.tables += tables
         for table in tables:
             unit = "unit" if "unit" in table.rows else "prompt_id"

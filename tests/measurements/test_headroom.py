@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measured(folder: Path, out: str, **options: object) -> db.Run:
-    given = {"audit": "none", "max_new_tokens": 16, "headroom": 16, **options}
+    given = {"audit": "none", "max_new_tokens": 10, "headroom": 16, **options}
     return db.run(
         model=folder / "model", prompts=folder / "prompts.jsonl", methods=METHODS_RUN, out=folder / out, **given
     )

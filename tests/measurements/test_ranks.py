@@ -29,7 +29,7 @@ from helpers.heads import HEADS, draft_of, drafter_of
 from helpers.rows import record
 from helpers.toy import tiny
 
-LENGTH, NUM = 24, 16
+LENGTH, NUM = 16, 16
 GREEDY = Sampling()
 OF_CANDIDATES = ("selector", "lilicorr", "wide lilicorr")
 """Random heads whose four or five candidates do not hold the right token."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,7 +52,8 @@ CHEATS = dict(
         r"^=== (.+)\n((?:(?!===).*\n)+)", (Path(__file__).parents[1] / "data" / "cheats.txt").read_text(), re.MULTILINE
     )
 )
-"""Programs by name; the first six once reached "passed"."""
+"""Programs by name."""
+ONCE_PASSED = [*CHEATS][:6]
 
 
 FARTHEST = [param for param in BOXES if param.values[0] in (*ASKED_BY_US[:1], *ASKED_BY_US[-1:])]
@@ -61,14 +63,14 @@ in_the_farthest = pytest.mark.parametrize("box", FARTHEST, indirect=True)
 
 @pytest.fixture(params=BOXES)
 def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
-    """Nothing of a program is alive afterwards. In the strongest sandbox they start as in a run, in the others warm."""
+    """Nothing of a program is alive afterwards. They start warm, which `test_sandbox.py` holds against a cold start."""
     monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
-    if request.param not in ASKED_BY_US[:1]:
-        monkeypatch.setattr(sandbox, "subprocess", forked_supervisors.SUBPROCESS)
+    monkeypatch.setattr(sandbox, "subprocess", forked_supervisors.SUBPROCESS)
     yield request.param
     assert num_processes() == 0
 
 
+@pytest.mark.usefixtures("cold")
 def test_a_right_answer_passes(box: Box) -> None:
     assert box.run(RIGHT, LIMITS, TESTS, ["double"]) == ProgramOutcome(True, "passed")
     assert box.fails(WRONG, LIMITS, TESTS, ["double"]) == "exit status 1: AssertionError"
@@ -76,7 +78,9 @@ def test_a_right_answer_passes(box: Box) -> None:
 
 @in_the_farthest
 @each("cheat", CHEATS)
-def test_no_cheat_passes(box: Box, cheat: str) -> None:
+def test_no_cheat_passes(box: Box, cheat: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if box in ASKED_BY_US[:1] and cheat in ONCE_PASSED:
+        monkeypatch.setattr(sandbox, "subprocess", subprocess)  # They start as in a run.
     limits = ENDLESS if cheat in ("recursion without limit", "hashes that collide", "half an answer") else LIMITS
     assert box.fails(SEND + CHEATS[cheat], limits, TESTS, ["double"])
 

@@ -44,7 +44,7 @@ def there_and_back(value: object) -> Any:
 
 
 @given(VALUES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_a_plain_value_comes_back_the_same(value: object) -> None:
     back = there_and_back(value)
     assert back == value
@@ -115,7 +115,7 @@ def test_any_bytes_are_a_value_or_malformed(data: bytes) -> None:
 
 
 @given(VALUES, st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_damaged_values_are_values_or_malformed(value: object, data: st.DataObject) -> None:
     damaged = bytearray(protocol.to_bytes(value))
     damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))

@@ -200,6 +200,7 @@ def test_a_session_that_cannot_be_replayed_is_refused(what: str, tmp_path: Path)
         suites.load_prompts(suite_named("swe_rebench"), tmp_path)
 
 
+@pytest.mark.usefixtures("shared_models")
 def test_a_users_own_copy_is_laid_out_and_measured(main: Main, tmp_path: Path) -> None:
     publish(tmp_path / SNAPSHOT / "qualitative.jsonl", SPEED)
     code, out, err = main("suites", "prepare", "speed_bench", "--from", SNAPSHOT, "-o", "data")
@@ -501,6 +502,7 @@ def test_verbatim_prompts_are_the_data_sets_text_alone() -> None:
         suites.in_style(several[1:], "verbatim")
 
 
+@pytest.mark.usefixtures("shared_models")
 def test_the_style_is_recorded_and_a_difference_named(main: Main) -> None:
     words = "run --suite gsm8k --limit 1 --max-new-tokens 4 --method ngram --audit none --out".split()
     assert main(*words, "paper")[0] == 0
