@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 import dflash_bench
 from dflash_bench.core.errors import UserError
-from dflash_bench.models import gguf_writer, targets
+from dflash_bench.models import gguf_tokenizer, gguf_writer, targets
 from dflash_bench.models.convert import convert
 from dflash_bench.models.formats import TargetShape, load_draft, save_draft
 from dflash_bench.models.hub import WHOLE
@@ -289,9 +289,8 @@ def test_the_rule_for_splitting_text_is_found_by_what_it_does(name: str, tmp_pat
         every_pair_of_bytes(content)
         content["pre_tokenizer"] = SPLITTERS[name]
 
-    folder = with_tokenizer(build(tmp_path / "model", vocab_size=20000), change)
-    convert(str(folder), tmp_path / "model.gguf", "gguf", None)
-    assert values(tmp_path / "model.gguf")["tokenizer.ggml.pre"] == name
+    folder = with_tokenizer(build(tmp_path / "model"), change)
+    assert gguf_tokenizer.read(folder, 20000)[0]["tokenizer.ggml.pre"] == name
 
 
 def test_normalisation_is_told(tmp_path: Path) -> None:
