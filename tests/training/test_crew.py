@@ -59,8 +59,9 @@ torch.save([objective.draft.state_dict(), history], folder / f"end-{made.rank}-o
 
 
 STARTER = """
-import json, os, runpy, sys
-import accelerate.state, matplotlib.pyplot, torch.distributed
+import gc, json, os, runpy, sys
+import accelerate.state, matplotlib.pyplot, torch._dynamo, torch.distributed
+import transformers.generation, transformers.models.qwen3.modeling_qwen3
 import dflash_bench.cli, dflash_bench.report, dflash_bench.training.session
 
 def started(environment, said):
@@ -69,6 +70,7 @@ def started(environment, said):
     os.environ.update(environment)
     for fd in (1, 2): os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
 
+gc.freeze()
 for line in sys.stdin:
     script, words, each = json.loads(line)
     pids = []
