@@ -84,8 +84,17 @@ INFO = about(command="dflash-bench run --suite gsm8k --data 'my data'", environm
 
 
 def cells_of(records: Sequence[Answer]) -> list[Cell]:
-    identity = known(settings=settings_to_json(list(dict.fromkeys(row.settings for row in records))))
-    return summarise(frame_of(records), identity)
+    return _cells_in(frame_of(records), records)
+
+
+def _cells_in(frame: Any, records: Sequence[Answer]) -> list[Cell]:
+    return summarise(frame, known(settings=settings_to_json(list(dict.fromkeys(row.settings for row in records)))))
+
+
+def found(records: Sequence[Answer], identity: dict[str, Any] | None = None) -> list[Finding]:
+    """All findings of a run of these answers."""
+    frame = frame_of(records)
+    return find(frame, _cells_in(frame, records), known(**(identity or {})))
 
 
 def findings(records: Sequence[Answer], cells: Sequence[Cell], identity: dict[str, Any] | None = None) -> list[Finding]:

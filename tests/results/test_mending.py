@@ -67,6 +67,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def answered(finished: Path) -> list[Answer]:
+    """What matters of the finished run."""
+    return what_matters(store.load(finished / "run")[1])
+
+
 @pytest.fixture
 def run(finished: Path, tmp_path: Path, monkeypatch: Patch) -> Path:
     here = Path(shutil.copytree(finished, tmp_path / "here"))
@@ -150,17 +156,18 @@ def problems(run: Path) -> bool:
 
 
 @each("what", TAMPERED)
-def test_a_run_that_was_tampered_with_is_mended_by_resume(what: str, run: Path, monkeypatch: Patch) -> None:
+def test_a_run_that_was_tampered_with_is_mended_by_resume(
+    what: str, run: Path, answered: list[Answer], monkeypatch: Patch
+) -> None:
     tamper, num_again = TAMPERED[what]
-    before = what_matters(store.load(run)[1])
-    assert len(before) == NUM_ANSWERS
+    assert len(answered) == NUM_ANSWERS
     tamper(run)
     assert problems(run)
     backend = resumed(monkeypatch)
     # Where anything was missing in a suite, its methods are warmed up; a plain answer may be a control.
     suites = {messages[-1].content for _, messages in backend.calls}
     assert (len(backend.calls) >= num_again) and (bool(suites) == bool(num_again))
-    assert what_matters(store.load(run)[1]) == before
+    assert what_matters(store.load(run)[1]) == answered
     assert not problems(run)
 
 

@@ -191,10 +191,10 @@ def _saturated(context: CellContext) -> Observation | None:
 
 
 def _truncated(context: CellContext) -> Observation | None:
-    cut = context.succeeded[context.succeeded["finish_reason"] == "length"]
-    if not context.represents_suite or len(cut) <= TRUNCATED * len(context.succeeded):
+    is_cut = context.succeeded["finish_reason"] == "length"
+    if not context.represents_suite or is_cut.sum() <= TRUNCATED * len(context.succeeded):
         return None
-    return context.observe_suite("truncated", **context.tally(cut))
+    return context.observe_suite("truncated", **context.tally(context.succeeded[is_cut]))
 
 
 def _few_prompts(context: CellContext) -> Observation | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from math import isnan
 from typing import Any
 
+import numpy as np
+
 from dflash_bench.analysis import metrics, stats
 from dflash_bench.analysis.findings.base import CellContext, Observation, place_of
 from dflash_bench.core import dialects
@@ -46,21 +48,22 @@ def worse_answers(context: CellContext) -> Observation | None:
     """Compare right answers on prompts that both answered: a lossless method may lose some only by chance."""
     if context.is_baseline:
         return None
-    if not context.succeeded["passed"].notna().any():
-        return None
-    plain, own = _right(context.succeeded_plain).align(_right(context.succeeded), join="inner")
-    lost, gained = int((own < plain).sum()), int((own > plain).sum())
+    (plain, then), (own, now) = _right(context.succeeded_plain), _right(context.succeeded)
+    both = then & now
+    lost, gained = int((own < plain)[both].sum()), int((own > plain)[both].sum())
     p = stats.mcnemar(lost, gained)
     if p >= WORSE_P or lost <= gained:
         return None
     remedy = "judge" if context.identity.servers else "exactness"
-    return context.observe("worse_answers", remedy, lost=lost, gained=gained, num_prompts=len(own), p=p)
+    return context.observe("worse_answers", remedy, lost=lost, gained=gained, num_prompts=int(both.sum()), p=p)
 
 
-def _right(succeeded: Any) -> Any:
-    """Return the number of right answers of each scored prompt, as a series by prompt."""
-    scored = succeeded[["prompt_id", "passed"]].dropna()
-    return scored.groupby(scored["prompt_id"].astype(str))["passed"].sum()
+def _right(succeeded: Any) -> tuple[Any, Any]:
+    """Return the number of right answers to each prompt of the run, and whether any was scored, [prompts]."""
+    passed, prompts = succeeded["passed"].to_numpy(), succeeded["prompt_id"].cat
+    scored = ~np.isnan(passed)
+    of, number = prompts.codes.to_numpy()[scored], len(prompts.categories)
+    return np.bincount(of, passed[scored], number), np.bincount(of, minlength=number) > 0
 
 
 def compared_by_text(context: CellContext) -> Observation | None:

@@ -179,7 +179,7 @@ QUESTION = ["prompt_id", "turn", "repeat"]
 
 def loops(context: CellContext) -> Observation | None:
     """Observe a suite with each method's metrics, with and without the questions whose answer loops by any method."""
-    if not context.represents_suite:
+    if not context.represents_suite or not context.run["is_loop"].any():
         return None
     here = without_errors(_of_suite(context))
     looping = here["is_loop"].to_numpy(dtype=bool)
