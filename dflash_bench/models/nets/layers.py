@@ -133,7 +133,8 @@ class DraftNetwork(nn.Module):
     def add_vocabulary_map(self, draft_vocab_size: int, vocab_size: int) -> None:
         """Register a map to the first `draft_vocab_size` ids."""
         self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
-        self.register_buffer("t2d", torch.arange(vocab_size) < draft_vocab_size)
+        self.register_buffer("t2d", torch.zeros(vocab_size, dtype=torch.bool))
+        self.t2d[:draft_vocab_size].fill_(True)  # on the meta device, `arange` imports all of torch's compiler
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Return the target ids for ids of the draft's head, in any shape."""
