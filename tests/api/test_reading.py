@@ -189,29 +189,12 @@ def test_a_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
         db.load(tmp_path)
 
 
-def test_reading_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:
+def test_reading_comparing_gating_and_drawing_load_no_torch_and_work_where_it_cannot_be_imported(
+    tmp_path: Path,
+) -> None:
     # Texts that the tokenizer of nano denies would be read once more, by transformers itself.
-    unknown = {"model": "mine", "target": "mine"}
-    folder = stored(tmp_path / "one", answers(), **unknown)
-    other = stored(tmp_path / "other", slower(answers(), 1.2), **unknown)
-    code = f"""
-import sys
-import dflash_bench as db
-assert not {{"numpy", "pandas", "matplotlib", "torch", "dflash_bench.api"}} & sys.modules.keys()
-run = db.load({str(folder)!r})
-run.answers, run.rounds, run.metrics(), run.speedup("dflash"), run.findings, str(run), run._repr_html_()
-run.plot(), run.report({str(tmp_path / "page.html")!r})
-db.compare(run, {str(other)!r}).table
-db.check([run]).table
-print(*sorted({{"torch", "transformers", "datasets", "IPython"}} & sys.modules.keys()))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
-
-
-def test_reading_comparing_gating_and_drawing_work_where_torch_cannot_be_imported(tmp_path: Path) -> None:
-    for name in ("one", "two", "results/runs/newest"):
-        stored(tmp_path / name, answers(), model="mine", target="mine")
+    for name, times in (("one", 1.0), ("two", 1.2), ("results/runs/newest", 1.0)):
+        stored(tmp_path / name, slower(answers(8), times), model="mine", target="mine")
     commands = [
         "runs",
         "report one --full",
@@ -229,7 +212,17 @@ def test_reading_comparing_gating_and_drawing_work_where_torch_cannot_be_importe
         "methods",
     ]
     code = f"""
-import json, sys
+import contextlib, io, json, sys
+import dflash_bench as db
+assert not {{"numpy", "pandas", "matplotlib", "torch", "dflash_bench.api"}} & sys.modules.keys()
+said = io.StringIO()
+with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    run = db.load("one")
+    run.answers, run.rounds, run.metrics(), run.speedup("dflash"), run.findings, str(run), run._repr_html_()
+    run.plot(), run.report("page.html")
+    db.compare(run, "two").table
+    db.check([run]).table
+loaded = sorted({{"torch", "transformers", "numba", "datasets", "IPython"}} & sys.modules.keys())
 for name in ("torch", "transformers", "numba"):
     sys.modules[name] = None
 from dflash_bench import cli
@@ -240,8 +233,9 @@ for words in {commands!r}:
         codes[words] = cli.main() or 0
     except SystemExit as stopped:
         codes[words] = stopped.code or 0
-json.dump(codes, open("codes.json", "w"))
+json.dump([loaded, said.getvalue(), codes], open("told.json", "w"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "codes.json").read_text()) == dict.fromkeys(commands, 0), done.stderr
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told == [[], "", dict.fromkeys(commands, 0)], done.stderr

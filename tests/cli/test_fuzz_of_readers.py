@@ -161,7 +161,7 @@ def shown(example: object) -> Iterator[None]:
 @each("kind", readers.READERS)
 def test_bytes_that_are_spoiled(kind: str, folders: Folders, budget: Callable[[str, int], int]) -> None:
     folder, whole = folders(kind)
-    for example in drawn(SPOILT, 60, 1)[: budget(kind, 60)]:
+    for example in drawn(SPOILT, budget("", 60), 1)[: budget(kind, 60)]:
         pieces, kept = example
         content = spoiled(whole, pieces)
         with shown(example):
@@ -173,7 +173,7 @@ def test_values_that_nobody_would_write(kind: str, folders: Folders, budget: Cal
     folder, whole = folders(kind)
     is_lines = readers.READERS[kind].file.endswith(".jsonl")
     base = [json.loads(line) for line in whole.decode().splitlines()] if is_lines else json.loads(whole)
-    for example in drawn(EDITS, 150, 2)[: budget(kind, 150)]:
+    for example in drawn(EDITS, budget("", 150), 2)[: budget(kind, 150)]:
         value = edited(base, example)
         lines = value if is_lines and isinstance(value, list) else [value]
         with shown(example):
