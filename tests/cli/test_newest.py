@@ -27,7 +27,7 @@ def two(main: Main) -> list[Path]:
     """Two runs in the default folder, the newest first."""
     folders = [store.RUNS / name for name in ("now", "then")]
     for age, (folder, seed) in enumerate(zip(folders, (1, 2), strict=True)):
-        runs.stored(folder, runs.answers(8, seed=seed))
+        runs.stored(folder, runs.answers(4, seed=seed))
         os.utime(folder / "run.json", (1000 - age, 1000 - age))
     return folders
 

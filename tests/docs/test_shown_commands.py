@@ -18,6 +18,7 @@ from dflash_bench import cli
 from dflash_bench.core import methods
 from dflash_bench.core.option import split_at_commas
 from dflash_bench.models import presets
+from dflash_bench.runner import session
 from dflash_bench.tasks import suites
 from helpers import shown
 from helpers.each import each
@@ -124,7 +125,11 @@ def _exits_with_0(call: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("text", [text for text, entry in ENTRIES.items() if "runs" in entry])
-def test_a_quick_command_works(text: str, runs: Path, tmp_path: Path, main: Main) -> None:
+def test_a_quick_command_works(
+    text: str, runs: Path, tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # RUN and AFTER were measured in full; the curve of passes takes a third of such a run.
+    monkeypatch.setattr(session, "forwards_of", lambda _: None)
     for name in ("RUN", "AFTER"):
         shutil.copytree(runs / name, tmp_path / name)
     *before, last = ENTRIES[text]["runs"]
