@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -117,13 +118,14 @@ def test_no_sound_answer_is_called_wrong_in_bfloat16(tmp_path: Path, pytestconfi
 
 # Faults that nano's architecture, and a run of one row at a time, cannot have.
 
-PROMPT = [(7 * place + 2) % 60 + 2 for place in range(20)]
+PROMPT = tuple((7 * place + 2) % 60 + 2 for place in range(20))
 
 
-def judged(target: Target, prompts: Sequence[Sequence[int]]) -> tuple[list[Generation], list[bool]]:
+def judged(kind: str, prompts: Sequence[tuple[int, ...]]) -> tuple[list[Generation], list[bool]]:
     """Answers of a drafter that is often wrong, and whether the judge calls each the model's own."""
+    target = Target(made(kind))
     judge = Judge(target.model, frozenset(), 24)
-    texts = [[*prompt, *_greedy(target, prompt)] for prompt in prompts]
+    texts = [[*prompt, *_greedy(kind, prompt)] for prompt in prompts]
     drafters = {"ar": NoDrafter(), "drafts": Scripted(texts, 5, sometimes_wrong(0.7, 97))}
     backend = LocalBackend(target, Letters(), drafters, Limits(24))
     answers = backend.generate_ids("drafts", prompts)
@@ -132,20 +134,27 @@ def judged(target: Target, prompts: Sequence[Sequence[int]]) -> tuple[list[Gener
     return answers, [departure is None or departure.verdict != "mismatch" for departure in departures]
 
 
-def _greedy(target: Target, prompt: Sequence[int]) -> list[int]:
+@cache
+def _greedy(kind: str, prompt: tuple[int, ...]) -> list[int]:
     text = list(prompt)
     with torch.inference_mode():
         while len(text) < len(prompt) + 24:
-            text.append(int(target.model(torch.tensor([text])).logits[0, -1].argmax()))
+            text.append(int(made(kind)(torch.tensor([text])).logits[0, -1].argmax()))
     return text[len(prompt) :]
 
 
-def assert_found(fault: Fault, kind: str, prompts: Sequence[Sequence[int]]) -> None:
-    answers, good = judged(Target(made(kind)), prompts)
+@cache
+def _sound(kind: str, prompts: tuple[tuple[int, ...], ...]) -> list[Generation]:
+    answers, good = judged(kind, prompts)
     assert all(good)
+    return answers
+
+
+def assert_found(fault: Fault, kind: str, *prompts: tuple[int, ...]) -> None:
+    answers = _sound(kind, prompts)
     with pytest.MonkeyPatch.context() as patch:
         fault.plant(patch)
-        faulty, good = judged(Target(made(kind)), prompts)
+        faulty, good = judged(kind, prompts)
     changed = [now.token_ids != then.token_ids for now, then in zip(faulty, answers, strict=True)]
     assert any(changed)
     assert good == [not one for one in changed]
@@ -154,15 +163,15 @@ def assert_found(fault: Fault, kind: str, prompts: Sequence[Sequence[int]]) -> N
 @each("fault", WINDOWS)
 @each("kind", [kind for kind in ATTENTION if "window" in kind])
 def test_a_window_of_the_wrong_width_is_found(fault: Fault, kind: str) -> None:
-    assert_found(fault, kind, [PROMPT])
+    assert_found(fault, kind, PROMPT)
 
 
 @each("fault", STATES)
 @each("kind", HYBRID)
 def test_a_recurrent_state_that_is_not_taken_back_is_found(fault: Fault, kind: str) -> None:
-    assert_found(fault, kind, [PROMPT])
+    assert_found(fault, kind, PROMPT)
 
 
 @pytest.mark.parametrize("fault", RAGGED, ids=lambda fault: fault.name)
 def test_faults_between_the_rows_of_a_batch_are_found(fault: Fault) -> None:
-    assert_found(fault, "mixture of experts", [PROMPT, PROMPT[:7], PROMPT[3:16]])
+    assert_found(fault, "mixture of experts", PROMPT, PROMPT[:7], PROMPT[3:16])
