@@ -15,6 +15,7 @@ from pyarrow import parquet
 
 import dflash_bench as db
 from dflash_bench.core.types import Answer, Generation
+from dflash_bench.engine import loop
 from dflash_bench.engine.backend import LocalBackend, RequestTrace
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.ngram import NGramDrafter
@@ -104,6 +105,42 @@ def test_a_clock_that_runs_slow_is_found_and_the_command_fails(main: Main, monke
         "clock: the reported decoding"
     }
     assert main("check", "run")[0] != 0
+
+
+LATE_S = 0.007
+"""About what ten processes that took turns on a GPU once made of it."""
+
+
+class SharedDeviceClock(HostClock):
+    """Of a device that others use, too: when it was idle, it reaches what is queued late."""
+
+    def __init__(self) -> None:
+        self.is_idle, self.free_s = True, 0.0
+
+    def mark(self) -> float:
+        self.free_s = max(self.free_s, time.perf_counter() + LATE_S * self.is_idle)
+        self.is_idle = False
+        return self.free_s
+
+    def settle(self) -> None:
+        while time.perf_counter() < self.free_s:
+            pass
+        self.is_idle = True
+
+
+@each("concurrency", [1, 2])
+def test_answers_of_a_device_that_others_use_are_sound(
+    engine: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, concurrency: int
+) -> None:
+    clock, read = SharedDeviceClock(), loop.to_host
+
+    def waiting(parts: Any) -> Any:
+        clock.settle()
+        return read(parts)
+
+    monkeypatch.setattr(engine, "clock", clock)
+    monkeypatch.setattr(loop, "to_host", waiting)
+    assert_denied(engine, tmp_path, set(), "", limit=4, concurrency=(concurrency,))
 
 
 def test_a_round_that_asks_the_target_twice_is_found(
