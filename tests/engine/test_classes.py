@@ -25,7 +25,7 @@ from helpers.tiny_architectures import ATTENTION, HYBRID, made
 from helpers.toy import Scripted, Tree, Watching, changes, generated, run, sometimes_wrong
 
 KINDS = [*ATTENTION, *HYBRID]
-VOCAB, NEW = 97, 14
+VOCAB, NEW = 97, 12
 PROMPTS = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11], list(range(2, 24)), [90, 1, 90], [8] * 7]
 """Some longer than the window, some that reach it while they answer, some that hardly do."""
 

@@ -43,7 +43,7 @@ def generated_by(kind: str) -> list[list[int]]:
     return [generated(model, prompt, MOST) for prompt in PROMPTS]
 
 
-MOST = 14
+MOST = 11
 
 
 @each(("kernels", "kind"), OF_KERNELS)
