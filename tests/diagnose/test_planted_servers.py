@@ -37,6 +37,7 @@ from helpers.faults import planted
 from helpers.serving import (
     OPENED,
     Said,
+    by_method,
     chats,
     checked,
     decoded,
@@ -108,7 +109,7 @@ def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_target_that_is_read_once_accepts_under_these_causes_as_the_real_one() -> None:
     """`test_doctor.py` holds it against the probes that are tried there, too."""
     backend = shared_engine()
-    prompts = [backend.encode(chat) for chat in chats()[:2]]
+    prompts = [backend.encode(chat) for chat in chats()[:1]]
     found: list[str] = []
     side: Any = SimpleNamespace(backend=backend, num_drafts=7, prompts=prompts)
     for one in causes._about_blocks(side, backend.drafters["dflash"].draft):  # type: ignore[attr-defined]
@@ -273,7 +274,7 @@ def test_a_server_that_norms_by_the_targets_weights(tmp_path: Path, monkeypatch:
 
 
 def test_a_server_that_drafts_fewer_tokens() -> None:
-    answers = decoded(engine("dflash:n=7"), "dflash:n=7")
+    answers = by_method("dflash:n=7")
     with server(answers) as running:
         found = checked(running.url)
     assert found.verdict == "differ" and drafts_per_round(found.base) == (15, 7)
@@ -284,7 +285,7 @@ def test_a_server_that_drafts_fewer_tokens() -> None:
 
 
 def test_a_server_that_drafts_more_tokens_than_its_method_says() -> None:
-    with server(decoded(engine("eagle3:n=9"), "eagle3:n=9")) as running:
+    with server(by_method("eagle3:n=9")) as running:
         found = checked(running.url, "eagle3")
     assert names(fitting_causes(found.trials)) == ["9 tokens per round"]
 
@@ -301,7 +302,7 @@ def test_a_server_that_verifies_a_part_of_its_block(
     with monkeypatch.context() as patch:
         propose = DFlashDrafter.propose
         patch.setattr(DFlashDrafter, "propose", lambda self: Draft(propose(self).tokens[:, :num_drafts]))
-        answers = {p: replace(said, num_drafts=num_drafts) for p, said in decoded(engine(method), method).items()}
+        answers = {p: replace(said, num_drafts=num_drafts) for p, said in by_method(method).items()}
     with server(answers) as running:
         found = checked(running.url, f"dflash:n={num_drafts}")
     assert found.verdict == "differ" and names(fitting_causes(found.trials)) == [f"a block of {wide}"]
@@ -337,7 +338,7 @@ def test_a_server_with_a_quantised_target(bits: int, tmp_path: Path) -> None:
 
 
 def test_a_server_that_thinks() -> None:
-    answers = decoded(shared_engine(), "dflash", Settings(thinking=True))
+    answers = by_method(prompts=[shared_engine().encode(chat, Settings(thinking=True)) for chat in chats()])
     with server(answers, by_chat=True) as running:
         found = checked(running.url, sends_chats=True)
     assert found.verdict == "differ" and names(fitting_causes(found.trials)) == ["thinking on"]
@@ -349,7 +350,7 @@ def test_a_server_that_thinks() -> None:
 def test_a_server_without_a_template() -> None:
     backend = shared_engine()
     bare = [backend.tokenizer.encode("\n".join(m.content for m in chat)) for chat in chats()]
-    with server(decoded(backend, "dflash", prompts=bare), by_chat=True) as running:
+    with server(by_method(prompts=bare), by_chat=True) as running:
         found = checked(running.url, sends_chats=True)
     assert found.verdict == "differ" and names(fitting_causes(found.trials)) == ["no template"]
 
@@ -372,7 +373,8 @@ def test_a_server_that_begins_prompts_otherwise(
     monkeypatch.setattr(conform_server, "open_local", lambda resolved: backend)
     monkeypatch.setattr(conform_server, "hypotheses", causes._about_prompts)
     monkeypatch.setattr(conform_server.CrossCheck, "_emulate", DECODE)
-    answers = decoded(backend, "dflash", prompts=[change(backend.encode(chat)) for chat in chats()])
+    monkeypatch.setattr(conform_server, "measure_acceptance", cached_target.accepted)
+    answers = by_method(prompts=[change(backend.encode(chat)) for chat in chats()])
     with server(answers, by_chat=True) as running:
         found = checked(running.url, sends_chats=True)
     assert found.verdict == "differ" and names(fitting_causes(found.trials)) == [cause]
@@ -391,9 +393,7 @@ def test_a_server_whose_target_is_not_quantised_as_ours_is(monkeypatch: pytest.M
 @pytest.mark.parametrize("method", ["dflash", "eagle3"])
 def test_nothing_is_named_for_a_fault_that_is_not_known(method: str) -> None:
     """It accepts two drafts per round at most, though it drafts more."""
-    answers = {
-        prompt: replace(said, accepted=split(said)) for prompt, said in decoded(shared_engine(method), method).items()
-    }
+    answers = {prompt: replace(said, accepted=split(said)) for prompt, said in by_method(method).items()}
     with server(answers) as running:
         found = checked(running.url, method)
     assert found.verdict == "differ" and not fitting_causes(found.trials)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +14,7 @@ import torch
 
 from dflash_bench.core.dialects import WHOLE, AcceptanceCounts, Conversion, DecodedAnswer
 from dflash_bench.core.methods import parse
-from dflash_bench.core.types import GREEDY, Message, Settings
+from dflash_bench.core.types import Message
 from dflash_bench.diagnose import conform_server
 from dflash_bench.diagnose.compare_counts import CrosscheckResult
 from dflash_bench.engine.backend import LocalBackend, build_drafter
@@ -66,19 +66,12 @@ shared_engine = cache(engine)
 """For tests that plant their fault in what it is asked, or in how it goes about it."""
 
 
-def decoded(
-    backend: LocalBackend,
-    method: str,
-    settings: Settings = GREEDY,
-    prompts: Iterable[list[int]] | None = None,
-    rows: int = PROMPTS,
-) -> dict[str, Said]:
-    """Its answers, this many prompts together, by the ids of our prompt as JSON; `prompts` are read instead."""
+def decoded(backend: LocalBackend, method: str, rows: int = PROMPTS) -> dict[str, Said]:
+    """Its answers, this many prompts together, by the ids of our prompt as JSON."""
     ours = [backend.encode(chat) for chat in chats()]
-    read = list(prompts or [backend.encode(chat, settings) for chat in chats()])
     method = parse(method).label
     drafts = backend.drafters[method].num_drafts
-    answers = backend.generate_ids(method, read, num_rows=rows)
+    answers = backend.generate_ids(method, ours, num_rows=rows)
     assert all(answer.error is None for answer in answers)
     return {
         json.dumps(prompt): Said(answer.token_ids, answer.accepted or (), drafts)
@@ -100,14 +93,20 @@ def _models() -> Models:
     return load("nano", [], "cpu", torch.float32)
 
 
-def recalled(backend: LocalBackend, drafter: Drafter) -> dict[str, Said]:
+def recalled(backend: LocalBackend, drafter: Drafter, prompts: list[list[int]] | None = None) -> dict[str, Said]:
     """As `decoded`, with a target that says what nano does: only the draft decodes."""
-    prompts = [backend.encode(chat) for chat in chats()]
-    answers = cached_target.accepted(backend.target, drafter, prompts, backend.limits)
+    ours = [backend.encode(chat) for chat in chats()]
+    answers = cached_target.accepted(backend.target, drafter, prompts or ours, backend.limits)
     return {
         json.dumps(prompt): Said(answer.token_ids, answer.counts, drafter.num_drafts)
-        for prompt, answer in zip(prompts, answers, strict=True)
+        for prompt, answer in zip(ours, answers, strict=True)
     }
+
+
+def by_method(method: str = "dflash", prompts: list[list[int]] | None = None) -> dict[str, Said]:
+    """What a server says that drafts by this method."""
+    backend = shared_engine(method)
+    return recalled(backend, backend.drafters[parse(method).label], prompts)
 
 
 OPENED: dict[str, LocalBackend] = {}

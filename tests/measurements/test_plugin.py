@@ -56,7 +56,7 @@ print(json.dumps({
     "compared": sorted({*change["metric"]}),
     "baseline": tool("baseline", "quiet", "--out", "base.json"),
     "check": tool("check", "busy", "--baseline", "base.json", "--all"),
-    "plot": tool("plot", "quiet"),
+    "plot": tool("plot", "quiet", "--format", "svg"),
     "help": tool("run", "--help"),
 }))
 """
