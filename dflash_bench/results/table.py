@@ -1,4 +1,8 @@
-"""A run as one table: a checked row per answer, from which everything is computed."""
+"""A run as one table: a checked row per answer, from which everything is computed.
+
+All figures, tables and plots are made from this frame, right after measuring or a year later. Parts are read one by one
+and only sums of their lists are kept, so that a million answers fit into memory.
+"""
 
 from __future__ import annotations
 
@@ -30,48 +34,6 @@ from dflash_bench.results.run_info import (
     read_slices,
     unit_of,
 )
-
-# Answers that end in a loop: the same words over and over until the token limit. Drafts predict such text easily, so
-# its acceptance and speed do not carry over to other text.
-
-
-LEAST_TIMES = 3
-"""Least number of unbroken repetitions at the end. A refrain has other lines between, and a table other numbers."""
-LEAST_TOKENS, LONGEST_TOKENS = 24, 128
-"""Least length of the repeating end, and the longest period searched for, in tokens."""
-LEAST_LETTERS, LONGEST_LETTERS = 96, 512
-"""The same in characters, about four per token."""
-
-
-def in_tokens(token_ids: Any) -> int:
-    """Return the number of tokens in the loop at the end of an answer [T]; 0 if there is none."""
-    return _at_the_end(np.asarray(token_ids), LEAST_TOKENS, LONGEST_TOKENS)
-
-
-def in_text(text: str) -> int:
-    """Return the same in characters, for servers that return no token ids."""
-    return _at_the_end(np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4"), LEAST_LETTERS, LONGEST_LETTERS)
-
-
-def _at_the_end(symbols: Any, least: int, longest: int) -> int:
-    """Return the length of the loop with the shortest period."""
-    size = len(symbols)
-    if size < least:
-        return 0
-    before = symbols[max(0, size - 1 - longest) : -1]
-    for period in (len(before) - np.flatnonzero(before == symbols[-1])[::-1]).tolist():
-        length = max(least, LEAST_TIMES * period)
-        if length <= size and np.array_equal(symbols[size - length + period :], symbols[size - length : -period]):
-            differing = np.flatnonzero(symbols[period:] != symbols[:-period])
-            return size - int(differing[-1] + 1 if len(differing) else 0)
-    return 0
-
-
-# A run's Parquet parts as one pandas frame: a row per answer, with the sums of its lists.
-#
-# All figures, tables and plots are made from this frame, right after measuring or a year later. Parts are read one by
-# one and only sums of their lists are kept, so that a million answers fit into memory.
-
 
 QUICK = 0.25
 ALLOWED = ("damaged", *integrity.REMEDIES)
@@ -347,3 +309,39 @@ def _without_wholes(table: Any) -> Any:
         at = table.schema.get_field_index(name)
         table = table.set_column(at, name, pa.nulls(len(table), table.schema.field(name).type))
     return table
+
+
+# Answers that end in a loop: the same words over and over until the token limit. Drafts predict such text easily, so
+# its acceptance and speed do not carry over to other text.
+
+
+LEAST_TIMES = 3
+"""Least number of unbroken repetitions at the end. A refrain has other lines between, and a table other numbers."""
+LEAST_TOKENS, LONGEST_TOKENS = 24, 128
+"""Least length of the repeating end, and the longest period searched for, in tokens."""
+LEAST_LETTERS, LONGEST_LETTERS = 96, 512
+"""The same in characters, about four per token."""
+
+
+def in_tokens(token_ids: Any) -> int:
+    """Return the number of tokens in the loop at the end of an answer [T]; 0 if there is none."""
+    return _at_the_end(np.asarray(token_ids), LEAST_TOKENS, LONGEST_TOKENS)
+
+
+def in_text(text: str) -> int:
+    """Return the same in characters, for servers that return no token ids."""
+    return _at_the_end(np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4"), LEAST_LETTERS, LONGEST_LETTERS)
+
+
+def _at_the_end(symbols: Any, least: int, longest: int) -> int:
+    """Return the length of the loop with the shortest period."""
+    size = len(symbols)
+    if size < least:
+        return 0
+    before = symbols[max(0, size - 1 - longest) : -1]
+    for period in (len(before) - np.flatnonzero(before == symbols[-1])[::-1]).tolist():
+        length = max(least, LEAST_TIMES * period)
+        if length <= size and np.array_equal(symbols[size - length + period :], symbols[size - length : -period]):
+            differing = np.flatnonzero(symbols[period:] != symbols[:-period])
+            return size - int(differing[-1] + 1 if len(differing) else 0)
+    return 0
