@@ -198,7 +198,6 @@ def test_reading_comparing_gating_and_drawing_load_no_torch_and_work_where_it_ca
     commands = [
         "runs",
         "report one --full",
-        "report one -o one.html",
         "report one --format latex --layout paper",
         "compare one two",
         "compare one two -o both.html",
