@@ -79,12 +79,12 @@ def test_nothing_heavy_is_loaded_by_it(tmp_path: Path) -> None:
 
 
 def test_an_engines_own_tests_measure_judge_and_gate(tmp_path: Path) -> None:
-    (tmp_path / "test_engine.py").write_text(TEST.replace("\\\\n", "\\n"))
-    (tmp_path / "conftest.py").write_text(QUICK)
+    # Of a name that no module of this process has, which would be run in its place.
+    (tmp_path / "test_measured.py").write_text(QUICK + TEST.replace("\\\\n", "\\n"))
 
     def act() -> None:
         os.chdir(tmp_path)
-        sys.exit(pytest.main([*words(), "test_engine.py"]))
+        sys.exit(pytest.main([*words(), "test_measured.py"]))
 
     done = forked(act)
     assert "2 failed, 1 passed" in done.stdout, done.stdout + done.stderr
