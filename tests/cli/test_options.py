@@ -224,7 +224,7 @@ def test_a_value_may_begin_with_a_dash_or_hold_an_equals_sign(configured: Callab
         ],
         *[(line, f"`run.toml: {line.split(' ')[0]}` `not 2`") for line in ("limit = [1, 2]", "out = ['a', 'b']")],
         ("temperature = nan", "--temperature nan"),
-        ("limit = 0", "'--limit'"),
+        ("limit = 0", "--limit"),
         ("limit = 'four'", "--limit"),
         ("model = ''", "--model"),
         ("limit", "run.toml TOML"),
