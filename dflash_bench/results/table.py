@@ -186,7 +186,8 @@ def _frame(tables: Sequence[Any], run_settings: Sequence[Settings], info: RunInf
     frame[SETTINGS_ID] = frame[SETTINGS_ID].cat.set_categories([settings.id for settings in run_settings])
     for name in using(Use.CATEGORY):  # sorted, so that no sum depends on the order of the rows
         categories = frame[name].cat.categories
-        frame[name] = frame[name].cat.set_categories(sorted(categories))
+        if not categories.is_monotonic_increasing:
+            frame[name] = frame[name].cat.set_categories(sorted(categories))
     frame["weights_s"] = _weights_s(frame, info)
     for one in measurements():
         frame = one.frame(frame, info)

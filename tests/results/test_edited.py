@@ -71,8 +71,8 @@ def places(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
         yield from places(item, *path, key)
 
 
-def with_changed(stored_json: Any, value: Any, *paths: tuple[Any, ...]) -> str:
-    changed = json.loads(json.dumps(stored_json))
+def with_changed(text: str, value: Any, *paths: tuple[Any, ...]) -> str:
+    changed = json.loads(text)
     for path in paths:
         inside = changed
         for key in path[:-1]:
@@ -100,11 +100,11 @@ def assert_read_or_one_line(
 ) -> None:
     """Each value in each place of a file, and what `narrow` allows of it in many places at once: of these, readers
     read all, or it is tried which one they refuse."""
-    sound = json.loads(path.read_text())
+    sound = json.loads(text := path.read_text())
     seen: set[object] = set()
 
     def said(read: Callable[[Path], object], value: Any, *places: tuple[Any, ...]) -> object:
-        path.write_text(with_changed(sound, value, *places))
+        path.write_text(with_changed(text, value, *places))
         return outcome(read, path)
 
     for value in odd:
