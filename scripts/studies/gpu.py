@@ -17,7 +17,7 @@ from typing import Any
 
 from dflash_bench.core import environment
 from dflash_bench.report.tables import ABSENT, markdown, number
-from studies._study import Made, StudyError, Work
+from studies._study import Made, StudyError, Work, write
 
 TAKES = "less than nine minutes on a GPU of 80 GB"
 PAGES = ("speed/gpu-*.md",)
@@ -85,9 +85,13 @@ def make(work: Work, options: Namespace) -> Made:
             about = about or profiled
             rows += lines(model, mode, profiled)
             sources[model] = profiled["places"][0]["verdicts"][0]["al_source"]
+            # A study that is cut off leaves what it has measured.
+            write(work.folder / "page.md", page(work, rows, sources, about))
     if not about:
         raise StudyError("nothing could be measured:\n" + "\n".join(" ".join(row) for row in rows))
-    return page(work, rows, sources, about, toy)
+    gpus = [gpu["name"] for gpu in environment.describe().get("gpus", [])]
+    name = "toy" if toy or not gpus else gpus[0].lower().replace(" ", "-")
+    return Made({f"speed/gpu-{name}.md": page(work, rows, sources, about)})
 
 
 def measured(model: str, size: Size, flags: Sequence[str], left_s: float) -> Any:
@@ -146,9 +150,7 @@ def lines(model: str, mode: str, profiled: Mapping[str, Any]) -> Iterator[list[s
         ]
 
 
-def page(
-    work: Work, rows: Sequence[Sequence[str]], sources: Mapping[str, str], about: Mapping[str, Any], toy: bool
-) -> Made:
+def page(work: Work, rows: Sequence[Sequence[str]], sources: Mapping[str, str], about: Mapping[str, Any]) -> str:
     heads = [
         "shape",
         "passes",
@@ -163,14 +165,11 @@ def page(
         "round",
         "speed-up, predicted",
     ]
-    described = environment.describe()
-    gpus = [gpu["name"] for gpu in described.get("gpus", [])]
-    text = HEAD.format(
+    return HEAD.format(
         command=work.command,
-        machine=environment.one_line(described),
+        machine=environment.one_line(environment.describe()),
         dtype=about["dtype"],
         bandwidth=f"{about['measured']['rates']['bandwidth'] / 1e9:,.0f} GB/s",
         table=markdown(heads, rows, left=3),
         sources="\n".join(f"- {model}: {source}" for model, source in sources.items()),
     )
-    return Made({f"speed/gpu-{'toy' if toy or not gpus else gpus[0].lower().replace(' ', '-')}.md": text})
