@@ -184,16 +184,15 @@ def judge(
     merged = dict(baseline.limits if baseline else baselines.RELATIVE) | dict(limits or {})
     rows_of = [by_cell(run.rows) for run in runs]
     named = [
-        (rows[cell.key], cell, name)
-        for rows, name, of_run in zip(rows_of, names, cells_of_runs, strict=True)
+        (run.info, rows[cell.key], cell, name)
+        for run, rows, name, of_run in zip(runs, rows_of, names, cells_of_runs, strict=True)
         for cell in of_run
     ]
-    checks = [check for place in named for check in absolute_checks(*place)]
+    checks = [check for _, *place in named for check in absolute_checks(*place)]
     for run, name, of_run in zip(runs, names, cells_of_runs, strict=True):
         checks += [*_drafting_checks(run, of_run, name), *_fallback_checks(run, of_run, name)]
     if with_timings:
-        infos = [run.info for run, of_run in zip(runs, cells_of_runs, strict=True) for _ in of_run]
-        checks += [check for info, place in zip(infos, named, strict=True) for check in _pace_checks(info, *place)]
+        checks += [check for place in named for check in _pace_checks(*place)]
         for of_runs in cells.values():
             before = baseline.cells.get(of_runs[0].key, ()) if baseline and not ungated else ()
             checks += slowdown_checks(of_runs, before, merged)
