@@ -1,4 +1,4 @@
-"""How a GPU computes the passes of a target and its drafters: captured, with fused operations, or why not.
+"""Captures passes on a GPU and fuses their small operations, and reports why if it cannot.
 
 Passes are captured as CUDA graphs by default on a GPU, and compiled only on request (`graphs.py`).
 """
@@ -18,7 +18,7 @@ from dflash_bench.engine.drafter import Captures, Drafter
 from dflash_bench.engine.forward.native import Gated, Layer, NativeForward, Norm, Tables
 from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3, NativeMTP
 from dflash_bench.engine.graphs import TOLERANCES, GraphCache, cuda_graph, inductor, keep_compiled
-from dflash_bench.engine.lengths import is_for
+from dflash_bench.engine.lengths import is_for, why_masked
 from dflash_bench.engine.target import Steady, Target
 from dflash_bench.models.presets import cache_folder
 
@@ -71,29 +71,28 @@ def _fuse(target: Target, drafters: Iterable[Drafter]) -> str | None:
 
 
 def gpu_paths(target: Target, captured: str) -> dict[str, dict[str, str | None]]:
-    """Return how a GPU computes the target's passes, and why not faster, for the run's identity; empty on a CPU.
+    """Return how a GPU computes the target's passes, with reasons for slow paths, for the run's identity.
 
-    `captured` is the mode that `capture_passes` returned.
+    `captured` is the mode that `capture_passes` returned. Empty on a CPU.
     """
     if target.device.type != "cuda":
         return {}
     network, dtype = target.network, target.model.dtype
     without = "" if torch.backends.cuda.cudnn_sdp_enabled() else ", without cuDNN"
     if isinstance(network, NativeForward):
-        why_masked = network.layers[0].attention.why_masked(target.device, dtype)
-        attention = "flash attention by lengths" if why_masked is None else f"masked attention{without}"
+        own = network.layers[0].attention
+        reason = why_masked(target.device, dtype, own.head_dim, own.num_heads, own.num_kv)
+        attention = "flash attention by lengths" if reason is None else f"masked attention{without}"
     else:
-        why_masked, attention = None, f"{target.config._attn_implementation}{without}"
-    is_captured = captured == "graph"
-    return {
-        "attention": _path(attention, why_masked if is_for(target.device, dtype) else None),
-        "passes": _path("CUDA graphs" if is_captured else "launched one by one", target.why_uncaptured),
-        **(
-            {"small operations": _path("separate" if target.why_unfused else "fused", target.why_unfused)}
-            if is_captured
-            else {}
-        ),
+        reason, attention = None, f"{target.config._attn_implementation}{without}"
+    passes = {"graph": "CUDA graphs", "inductor": "compiled by inductor"}.get(captured, "launched one by one")
+    paths = {
+        "attention": _path(attention, reason if is_for(target.device, dtype) else None),
+        "passes": _path(passes, target.why_uncaptured),
     }
+    if captured == "graph":
+        paths["small operations"] = _path("separate" if target.why_unfused else "fused", target.why_unfused)
+    return paths
 
 
 def _path(used: str, why_slow: str | None) -> dict[str, str | None]:
@@ -226,7 +225,7 @@ def _any_number(x: Tensor) -> Tensor:
 
 
 def fuse(network: object, compile_function: Compile = torch.compile) -> str | None:
-    """Fuse the operations of a target's or a draft's network, if it is ours; return why they cannot be, or None."""
+    """Fuse the operations of a target's or a draft's network, if it is ours; return the reason if that fails."""
     why_not = None
     if isinstance(network, NativeEagle3):
         (network.layer, *network.further), why_not = fused_layers([network.layer, *network.further], compile_function)
@@ -242,13 +241,13 @@ def fuse(network: object, compile_function: Compile = torch.compile) -> str | No
 
 @torch.inference_mode()
 def fused_layers(layers: list[Layer], compile_function: Compile = torch.compile) -> tuple[list[Layer], str | None]:
-    """Return the layers with fused operations; or, if compiling fails here or results differ, the same and why."""
+    """Return layers with fused operations; if compiling fails or results differ, the given layers and the reason."""
     try:
         fused = Fused(compile_function)
         made = [fused.layer(layer) for layer in layers]
         alike = {_kind(layer): (layer, new) for layer, new in zip(layers, made, strict=True)}
-        # The same functions are compiled for every network, also later, for more tokens; beyond its limit, dynamo
-        # silently stops compiling.
+        # All networks share these functions, and later passes compile them for more shapes. Beyond its limit, dynamo
+        # stops compiling without an error.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_COMPILED)
         for usual, new in alike.values():
             for num_tokens in TRIED:

@@ -390,6 +390,7 @@ def test_a_gpu_captures_and_fuses_by_itself(device: Device, label: str, monkeypa
     assert layer is not None and isinstance(layer.feed, FusedGated)
     paths = gpu_paths(target, "graph")
     assert not any(path["why_slow"] for path in paths.values()) and paths["small operations"]["used"] == "fused"
+    assert gpu_paths(target, "inductor")["passes"]["used"] == "compiled by inductor"
     for _ in range(3):
         assert run(target, drafter, PROMPTS[:2], NEW).tokens == expected
     stats = capture_stats(target, [drafter])

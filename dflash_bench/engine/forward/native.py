@@ -20,7 +20,7 @@ from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, si
 
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward.hf import PassInputs
-from dflash_bench.engine.lengths import Lengths, Seen, attends_by_lengths, pass_lengths, why_masked
+from dflash_bench.engine.lengths import Lengths, Seen, attends_by_lengths, pass_lengths
 from dflash_bench.engine.masks import PassMask, fold_kinds, seen_by
 from dflash_bench.models.architecture import decoder_layers, final_norm
 from dflash_bench.models.configs import optional
@@ -184,10 +184,6 @@ class Attention:
 
     def attends_by_lengths(self, device: torch.device, dtype: torch.dtype) -> bool:
         return attends_by_lengths(device, dtype, self.head_dim, self.num_heads, self.num_kv)
-
-    def why_masked(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return why it needs masks in place of lengths, or None."""
-        return why_masked(device, dtype, self.head_dim, self.num_heads, self.num_kv)
 
     @property
     def group(self) -> int:
