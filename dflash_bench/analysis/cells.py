@@ -197,7 +197,7 @@ def _counts(rows: Any, numbers: Any) -> dict[str, Any]:
 
 
 class Units(NamedTuple):
-    """The units of one cell: its number of prompts, and the ids and `SUMS` of what intervals resample."""
+    """The units of a cell, which intervals resample: their ids and `SUMS`, and the number of prompts."""
 
     num_prompts: int
     ids: tuple[str, ...]
@@ -210,7 +210,7 @@ def _units(sums: Any) -> dict[CellKey, Units]:
     places = sums.index.to_frame(index=False)
     units = numbered(places, [*KEY, "unit"])
     first = np.unique(units, return_index=True)[1]
-    # Where prompts are no sessions, nothing is to be added up.
+    # Without sessions, each prompt is a unit of its own.
     summed = sums if len(first) == len(sums) else sums.set_axis(units).groupby(level=0).sum()
     values = summed.to_numpy(dtype=np.float64)
     keys, cells = cell_numbers(places)
@@ -223,7 +223,7 @@ def _units(sums: Any) -> dict[CellKey, Units]:
 
 
 def _cell(key: CellKey, counts: Mapping[str, int], units: Units | None, widest: float) -> Cell:
-    """Return the cell without its settings and its source; `units` is None if every answer failed."""
+    """Return the cell without settings and source; `units` is None if every answer failed."""
     num_prompts, ids, sums = units or Units(0, (), np.zeros((0, len(SUMS))))
     return Cell(
         suite=key.suite,

@@ -406,7 +406,7 @@ def _bare(value: float, parts: Sequence[tuple[Floats, Statistic]]) -> Interval:
 
 
 def _around(value: float, spread: _Spread | None) -> Interval:
-    """Return the interval of a value; 0 needs no `spread`."""
+    """Return the interval of a value. Only a value above 0 has a `spread`."""
     if value < 0:
         # A difference of seconds that rounding made negative has no logarithm.
         return Interval(value, None, None)

@@ -90,7 +90,7 @@ NUMBERS = {
     "less_than_equal": "numbers up to {le}",
     "less_than": "numbers below {lt}",
 }
-"""What an option takes, by the type of pydantic's error."""
+"""The values that an option takes, by pydantic's error type."""
 
 
 def _misuse(error: Any) -> str:

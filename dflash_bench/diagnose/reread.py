@@ -83,7 +83,7 @@ def _slow_decoder(tokenizer: Path) -> Decode | None:
 
 @lru_cache(maxsize=1)
 def _decoder_of(folder: Path, _: object) -> Decode | None:
-    """Return the decoder of a folder whose files are in this state; runs that are checked together share it."""
+    """Return the decoder of a folder whose files have this state; several runs in one check share it."""
     try:
         from dflash_bench.models.chat import decoder
 

@@ -28,11 +28,11 @@ BUCKET = 256
 ANY = 0
 """The bucket of passes that do not read the KV cache."""
 WHOLE = -1
-"""In place of the number of places: the pass takes no longer over the whole cache, so that one capture serves all."""
+"""Instead of a number of places: the pass is as fast over the whole cache, so one capture is enough."""
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Maximum difference between two ways to compute the same pass, relative to the largest value."""
 REPLAY_TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""The same between a pass and the replay of its kernels: a wrong place in a single head differs by more."""
+"""The same for a replay, which runs the same kernels. A wrong place in a single head exceeds it."""
 
 Function = Callable[..., tuple[Tensor, ...]]
 """(places that attention covers, inputs...) -> results, all [B, ...]; an input [B] holds the rows' starts."""
@@ -131,7 +131,7 @@ class GraphCache:
         return key in self._known
 
     def note(self, key: Hashable, function: Function, num_places: int, *inputs: Tensor) -> None:
-        """Note a pass to be captured before the next answer; captures are tried with these inputs."""
+        """Register a pass to capture before the next answer, with inputs to test the capture."""
         device = inputs[0].device
         examples = tuple(value.to(device, non_blocking=True, copy=True) for value in inputs)
         self._known[key] = _Pass(function, examples, num_places)
@@ -192,7 +192,7 @@ class GraphCache:
         return self._capacity if self.is_whole or num_places == WHOLE else bucket_of(num_places)
 
     def _buckets(self, covered: int, shortest: int, longest: int) -> list[int]:
-        """Return the buckets of `shortest` to `longest` places, of a pass that has covered `covered`."""
+        """Return the buckets for `shortest` to `longest` places; `covered` may be ANY or WHOLE."""
         if covered in (ANY, WHOLE):
             return [self._bucket(covered)]
         buckets, places = [], shortest

@@ -21,12 +21,12 @@ from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.masks import PassMask, causal_mask
 
 flash_attention: Any = getattr(getattr(torch.ops.aten, "_flash_attention_forward", None), "default", None)
-"""The operator below torch's `varlen_attn`, whose own arguments differ from version to version of torch."""
+"""The operator that torch's `varlen_attn` calls. The arguments of `varlen_attn` differ between versions of torch."""
 ARGUMENTS = (
     "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "return_debug_mask",
     "scale", "window_size_left", "window_size_right", "seqused_k",
 )  # fmt: skip
-"""The operator's arguments in use."""
+"""The arguments that we pass to the operator."""
 DTYPES = (torch.float16, torch.bfloat16)
 MOST_HEAD_DIM = 256
 OLDEST = (8, 0)
@@ -98,8 +98,8 @@ def _all_places(stored: Tensor) -> Tensor:
 def placed_lengths(cache: KVCache, window: int | None = None, whole_block: bool = False) -> Lengths:
     """Return the lengths for the tokens just placed; arguments as in `masks.causal_mask`."""
     num_rows, width = cache.positions.shape
-    # Nothing is to the right of a single token, and only without that limit flash attention divides the keys of a row
-    # among several multiprocessors.
+    # A single token has nothing to its right. Without a limit there, flash attention splits the keys of a row among
+    # several multiprocessors.
     sees_right = whole_block or width == 1
     return Lengths(
         queries=torch.arange(0, num_rows * width + 1, width, dtype=torch.int32, device=cache.device),
@@ -147,7 +147,7 @@ def why_masked(device: torch.device, dtype: torch.dtype, head_dim: int, num_head
 
 
 def lacking_arguments(operator: Any) -> str:
-    """Return the arguments in use that an operator does not take, and those it needs besides, separated by commas."""
+    """Return the arguments that an operator lacks, and those it requires that we do not pass, separated by commas."""
     known = {argument.name: argument for argument in operator._schema.arguments} if operator is not None else {}
     needed = [name for name, argument in known.items() if not argument.has_default_value() and name not in ARGUMENTS]
     return ", ".join([*(name for name in ARGUMENTS if name not in known), *needed])
@@ -160,7 +160,7 @@ def _is_new_enough(device: torch.device) -> bool:
 TRIED = ((1, None, False), (3, None, False), (3, 2, False), (3, None, True))
 """Width, window and whether each token sees the whole block."""
 TOLERANCE = 6e-2
-"""Maximum difference of results of up to 4, in half precision: nearly four units of bfloat16's last place there."""
+"""Maximum difference of results up to 4 in half precision: nearly four units in the last place of bfloat16."""
 
 
 @cache

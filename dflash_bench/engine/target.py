@@ -82,7 +82,7 @@ class Steady(Network, Protocol):
     has_experts: bool
     """Whether it has experts: the host then chooses the expert of each token, which a capture would not notice."""
     by_lengths: bool
-    """Whether tokens see places by lengths (`lengths.py`), not by masks; trees always need masks."""
+    """Whether attention uses lengths (`lengths.py`) instead of masks; trees always need masks."""
 
     def through(self, tokens: Tensor, positions: Tensor, mask: PassMask) -> tuple[Tensor, list[Tensor]]: ...
 
@@ -112,7 +112,7 @@ class Target:
         self.why_torch: str | None = None
         """Why torch and not numba's kernels computes it on a CPU; None if numba does, or if torch was chosen."""
         self.why_uncaptured: str | None = None
-        """Why a GPU's passes cannot be captured; None if they can, or were not to be."""
+        """Why passes cannot be captured on this GPU; None if they can, or if capturing is off."""
         self.why_unfused: str | None = None
         """Why small operations of captured passes are not fused; None if they are."""
         self.rule: Rule | None = None
@@ -284,7 +284,7 @@ class Target:
         results = graphs.replay(key, self._steady, num_places, *inputs)
         rule, drafted = self.rule, [tokens, *([] if parents is None else [parents])]
         if results is None:
-            # Head and rule of the same pass, so that both are captured before the next answer.
+            # The head and rule of this pass are captured together with it, before the next answer.
             if rule is not None and graphs.captures_small and not graphs.knows((rule, *key)):
                 graphs.note((rule, *key), partial(self._ruled, rule), ANY, self._some_outputs(tokens), *drafted)
             return None
@@ -297,7 +297,7 @@ class Target:
         return Output(self.network.logits(results[0]), hidden)
 
     def _some_outputs(self, tokens: Tensor) -> Tensor:
-        """Return numbers like the last layer's outputs [B, N, H] for tokens [B, N]."""
+        """Return example outputs of the last layer [B, N, H] for tokens [B, N]."""
         weight = self.model.get_input_embeddings().weight
         shape = (*tokens.shape, self.config.hidden_size)
         return torch.linspace(-1, 1, math.prod(shape), dtype=weight.dtype, device=self.device).view(shape)

@@ -58,7 +58,7 @@ NUM_RANDOM, TOKENS_EACH = 400, 40
 
 def name_of(tokenizer: Any) -> str:
     """Return the rule that yields a tokenizer's tokens (of the library tokenizers). Raises UserError if none does."""
-    # Most rules differ already in the few odd texts.
+    # The few odd texts rule out most rules.
     probes = [(texts, _ids(tokenizer, texts)) for texts in (ODD_TEXTS, _random_texts(tokenizer))]
     content = json.loads(tokenizer.to_str())
     for name, rule in RULES.items():

@@ -36,7 +36,7 @@ MOST_TENSORS = 100_000
 POINTER = b"version https://git-lfs"
 """The first bytes of a Git LFS pointer, left in a folder that was cloned without git-lfs."""
 DTYPES: dict[str, torch.dtype] = {}
-"""By their names in safetensors, as they are met: to slice a tensor for it takes longer than all else of a header."""
+"""Torch's dtypes by safetensors' names, filled while reading: slicing a tensor to get its dtype is slow."""
 PICKLED, ZIPPED = b"\x80", b"PK"
 """The first bytes of a file by torch.save, before version 1.6 and since."""
 
@@ -222,7 +222,7 @@ def twin(model: AnyModule) -> AnyModule:
 
 
 def empty_copies(model: nn.Module) -> dict[int, Any]:
-    """Return a memo for `deepcopy`: copies of the many empty collections of modules, which would take it longest."""
+    """Return a memo for `deepcopy` with copies of the empty collections of modules, its slowest part."""
     held = (value for module in model.modules() for value in vars(module).values())
     return {id(value): type(value)() for value in held if type(value) in (OrderedDict, set) and not value}
 

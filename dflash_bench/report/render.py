@@ -261,7 +261,7 @@ def template(name: str, values: Mapping[str, Any]) -> str:
 
 @cache
 def _templates() -> Any:
-    """Return the templates of this package, which are compiled once."""
+    """Return this package's templates, compiled once."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 

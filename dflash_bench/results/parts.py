@@ -174,7 +174,7 @@ def _sha256(part: Path, *_state: int) -> str:
 
 
 COMPRESSED_BYTES = 1 << 16
-"""Smaller tables are not compressed: for every column, that takes more time than all else and saves next to nothing."""
+"""Smaller tables are not compressed: it would dominate the time to write them and save next to nothing."""
 PARTS = "part-*.parquet"
 NAME = re.compile(r"part-([0-9]{6,})(?:-([0-9]{6,}))?\.parquet")
 

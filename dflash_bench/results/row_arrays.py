@@ -1,4 +1,4 @@
-"""The rows of an Arrow batch as arrays, for checking them, and the rows of a frame by number."""
+"""The rows of an Arrow batch as arrays, for checking them; and numbering of a frame's rows."""
 
 from __future__ import annotations
 
@@ -329,6 +329,6 @@ def numbered(rows: Any, names: Sequence[str]) -> Any:
         values = (column.cat.codes if hasattr(column, "cat") else column).to_numpy().astype(np.int64)
         values -= values.min(initial=0)
         if values.any():
-            # Numbered again after each column, so that no product of their sizes is too large.
+            # Renumbered after each column, so that the product cannot overflow.
             numbers = np.unique(numbers * (values.max() + 1) + values, return_inverse=True)[1]
     return numbers

@@ -194,11 +194,11 @@ def _check_entries(stored: StoredModel) -> StoredModel:
 
 
 class GpuPath(StoredModel):
-    """How a GPU computes a part of the target's passes."""
+    """The way in which a GPU computes a part of the target's passes."""
 
     used: str
     why_slow: str | None = None
-    """Why it is not computed in the fastest way that the engine knows; None if it is."""
+    """Why the engine's fastest way could not be used; None if it was."""
 
 
 class RunIdentity(StoredModel):
@@ -240,7 +240,7 @@ class RunIdentity(StoredModel):
     fallback: str | None = None
     why_torch: str | None = None
     paths: dict[str, GpuPath] = {}
-    """By part of a pass: attention, passes, small operations; empty on a CPU, and in older runs."""
+    """How a GPU computes attention, passes and small operations; empty on a CPU and in older runs."""
 
     _entries = model_validator(mode="after")(_check_entries)
 

@@ -228,10 +228,10 @@ def configure_torch(request: RunRequest) -> tuple[str, str, int | None]:
 
 
 def _steady_kernels() -> None:
-    """Have a GPU compute alike at all lengths and numbers of tokens, for the engine and the judge.
+    """Choose kernels that give consistent results and speed at every length, for the engine and the judge.
 
-    torch prefers cuDNN's attention on Hopper, which plans each new length anew, for tens of milliseconds. Sums that are
-    rounded to half precision where a product is split differ between one token and several.
+    On Hopper, torch prefers cuDNN's attention, which spends tens of milliseconds planning each new length. Sums rounded
+    to half precision between the parts of a split product differ between one token and several.
     """
     import torch
 

@@ -85,7 +85,7 @@ def make(work: Work, options: Namespace) -> Made:
             about = about or profiled
             rows += lines(model, mode, profiled)
             sources[model] = profiled["places"][0]["verdicts"][0]["al_source"]
-            # A study that is cut off leaves what it has measured.
+            # A study that is killed keeps what it has measured.
             write(work.folder / "page.md", page(work, rows, sources, about))
     if not about:
         raise StudyError("nothing could be measured:\n" + "\n".join(" ".join(row) for row in rows))

@@ -343,7 +343,7 @@ def outcome(words: list[str], shell: str = "") -> tuple[int, str]:
 
 
 def test_a_reader_who_goes_away_changes_no_verdict(run: Path) -> None:
-    """Of a model that is not on this disk, so that no tokenizer is loaded."""
+    """A run of a model that is not on this disk, so that no tokenizer is loaded."""
     rows = runs.changed(runs.answers(4), exactness="mismatch", first=1)
     wrong = ["check", str(runs.stored(run.parent / "wrong", rows, model="absent")), "--all"]
     gone = (">&-", "| true", "<&- >&- 2>&-", "2>&1 | true", "2>&-")

@@ -200,7 +200,7 @@ def test_the_timed_answer_is_captured_whole(found: Found, method: str) -> None:
 
 @pytest.mark.parametrize(("batch", "width", "plain_steps"), [(1, 16, 1.23), (1, 8, 1.33)])
 def test_the_floor_is_that_of_the_bytes_that_a_round_reads(batch: int, width: int, plain_steps: float) -> None:
-    """As counted by hand for Qwen3-8B: 15.3 GB a plain step; 18.8 GB a DFlash round, and 20.3 GB one of EAGLE-3."""
+    """Bytes counted by hand for Qwen3-8B: 15.3 GB a plain step; 18.8 GB a DFlash round, and 20.3 GB one of EAGLE-3."""
     with torch.device("meta"):
         model, drafts = random_target(FULL), random_drafts(FULL)
     rates = Rates(3.0e12, 1e15)

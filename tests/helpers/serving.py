@@ -80,7 +80,7 @@ def decoded(backend: LocalBackend, method: str, rows: int = PROMPTS) -> dict[str
 
 
 def drafted(draft: Path, method: str, kernels: str | None = None) -> dict[str, Said]:
-    """What a server says that has nano's target and this draft."""
+    """Return the answers of a server with nano's target and this draft."""
     backend, chosen = shared_engine(method, kernels=kernels), parse(method)
     preset = presets.combine("nano", None, {str(chosen.draft): str(draft)})
     drafter = build_drafter(with_draft(_models(), preset, str(chosen.draft)), backend.target, chosen, preset)
@@ -94,7 +94,7 @@ def _models() -> Models:
 
 
 def recalled(backend: LocalBackend, drafter: Drafter, prompts: list[list[int]] | None = None) -> dict[str, Said]:
-    """As `decoded`, with a target that says what nano does: only the draft decodes."""
+    """Return the same as `decoded`, with a target that recalls nano's tokens: only the draft computes."""
     ours = [backend.encode(chat) for chat in chats()]
     answers = cached_target.accepted(backend.target, drafter, prompts or ours, backend.limits)
     return {
@@ -104,7 +104,7 @@ def recalled(backend: LocalBackend, drafter: Drafter, prompts: list[list[int]] |
 
 
 def by_method(method: str = "dflash", prompts: list[list[int]] | None = None) -> dict[str, Said]:
-    """What a server says that drafts by this method."""
+    """Return the answers of a server that drafts by this method."""
     backend = shared_engine(method)
     return recalled(backend, backend.drafters[parse(method).label], prompts)
 

@@ -71,7 +71,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answered(finished: Path) -> list[Answer]:
-    """What matters of the finished run."""
+    """The compared part of the finished run."""
     return what_matters(store.load(finished / "run")[1])
 
 

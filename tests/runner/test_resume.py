@@ -115,7 +115,7 @@ def test_a_killed_run_continues_to_the_records_of_an_unbroken_one(
 def test_an_interrupted_run_says_how_to_go_on_and_does(
     here: Path, unbroken: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By each signal in turn, after what the one before it said."""
+    """Each signal interrupts in turn, and the command that the last one printed continues."""
     words = ["run", *WORDS, "--out", "stopped", "--json"]
     for number, (name, status) in enumerate((("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)), 1):
         process = stopped(name, 2, *words[1:])

@@ -108,11 +108,11 @@ def test_a_clock_that_runs_slow_is_found_and_the_command_fails(main: Main, monke
 
 
 LATE_S = 0.02
-"""Ten processes that took turns on a GPU once made 7 ms of it."""
+"""Ten processes taking turns on a GPU delayed it by 7 ms."""
 
 
 class SharedDeviceClock(HostClock):
-    """Of a device that others use, too: when it was idle, it reaches what is queued up to LATE_S late."""
+    """The clock of a shared device: after idling, it starts queued work up to LATE_S late."""
 
     def __init__(self) -> None:
         self.is_idle, self.free_s, self.numbers = True, 0.0, random.Random(0)

@@ -78,7 +78,7 @@ class CellContext:
 
     @property
     def succeeded_plain(self) -> Any:
-        """Return the rows of the cell's baseline that did not fail, perhaps none."""
+        """Return the baseline's rows that did not fail; there may be none."""
         return self.succeeded_of.get(self.cell.key._replace(method=BASELINE), self.run[:0])
 
     @property

@@ -113,7 +113,7 @@ def torch_kernels(context: CellContext) -> Observation | None:
 
 
 def slow_paths(context: CellContext) -> Observation | None:
-    """Look for passes that a GPU could not compute in the fastest way that the engine knows."""
+    """Look for passes for which a GPU could not use the engine's fastest way."""
     reasons = [f"{part}: {path.why_slow}" for part, path in context.identity.paths.items() if path.why_slow]
     if not context.represents_suite or not reasons:
         return None
@@ -154,8 +154,8 @@ def hidden_time(context: CellContext) -> Observation | None:
 
 
 def _beside_plain(own: Any, plain: Any) -> Any:
-    """Return what the calls of `own` took beside their answers' times, less what plain calls to the same questions did,
-    without the unknown."""
+    """Return the seconds of each call in `own` outside its answer's time, minus those of the plain call for the same
+    question. Unknown differences are left out."""
     import pandas as pd
 
     columns = [*QUESTION, "clock_s", "prefill_s", "decode_s"]

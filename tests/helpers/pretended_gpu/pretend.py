@@ -257,7 +257,7 @@ class Device(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class _Nature:
-    """What an operation always does; asking torch takes longer than most operations."""
+    """The fixed properties of an operation; asking torch takes longer than most operations."""
 
     name: str
     only_views: bool
