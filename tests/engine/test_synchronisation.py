@@ -6,7 +6,6 @@ Decoding runs on a pretended device (`helpers/pretended_gpu`), and gives the tok
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -17,13 +16,10 @@ import torch
 from torch import Tensor
 
 from dflash_bench.core.methods import METHODS as TABLE
-from dflash_bench.engine import cache, capturing, lengths, loop
-from dflash_bench.engine import target as target_module
+from dflash_bench.engine import capturing, lengths, loop
 from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.capturing import FusedGated, capture_passes, capture_stats, fuse, gpu_paths
 from dflash_bench.engine.drafter import Captures, Committed, NoDrafter
-from dflash_bench.engine.drafters import base
-from dflash_bench.engine.drafters import dflash as dflash_module
 from dflash_bench.engine.drafters.ddtree import (
     AutoDDTreeDrafter,
     BranchingTreeDrafter,
@@ -45,11 +41,9 @@ from dflash_bench.engine.drafters.random import RandomDrafter
 from dflash_bench.engine.drafters.rest import RestDrafter
 from dflash_bench.engine.drafters.suffix import SuffixDrafter
 from dflash_bench.engine.drafters.synthetic import SyntheticDrafter
-from dflash_bench.engine.forward import native as native_module
 from dflash_bench.engine.forward.native import NativeForward
 from dflash_bench.engine.graphs import Capture, GraphCache, Replay
 from dflash_bench.engine.masks import depths
-from dflash_bench.engine.rows import to_host
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
@@ -65,7 +59,7 @@ from helpers.drafts.tiny import DFLASH, EAGLE3, PROMPTS, enlarged
 from helpers.heads import HEADS, draft_of
 from helpers.native_kinds import KINDS
 from helpers.pretended_gpu.pretend import Device, DeviceTensor, WaitError, moved
-from helpers.pretended_gpu.varlen import flash_attention
+from helpers.pretended_gpu.rounds import attention_by_lengths, watched_rounds
 from helpers.toy import Decoded, Scripted, run, sometimes_wrong, tiny
 
 NEW = 8
@@ -251,21 +245,9 @@ def texts_of(tokens: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    """The pretended device: rounds are watched, and one place may read it once per round."""
-    made = Device()
-    usual = loop._State.round
-
-    def watched(state: Any) -> Any:
-        with made.watched():
-            return usual(state)
-
-    monkeypatch.setattr(loop._State, "round", watched)
-    monkeypatch.setattr(loop, "to_host", made.may_read(to_host))
-    for module in (cache, base, dflash_module, target_module):
-        monkeypatch.setattr(module, "on_host", made.on_host)
-    with made.entered(), torch.inference_mode():
-        yield made
+def device() -> Iterator[Device]:
+    with watched_rounds() as device:
+        yield device
 
 
 IN_EVERY_WAY = ("ar", "dflash", "eagle3-tree")
@@ -331,34 +313,12 @@ def test_captured_passes_exchange_nothing_with_the_host(device: Device, label: s
 
 
 @pytest.mark.parametrize(("label", "num_rows"), [("ar", 1), ("dflash", 3), ("eagle3", 3)])
-def test_captured_passes_of_chains_need_no_mask(
-    device: Device, label: str, num_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_passes_of_chains_need_no_mask(device: Device, label: str, num_rows: int) -> None:
     expected = on_the_cpu(num_rows, Sampling())
-    monkeypatch.setattr(lengths, "flash_attention", flash_attention)
-    for module in (native_module, base):
-        monkeypatch.setattr(module, "attends_by_lengths", lambda *_: True)
-    there = decoded(label, moved, num_rows, Sampling(), texts_of(expected), device.capture)
+    with attention_by_lengths():
+        there = decoded(label, moved, num_rows, Sampling(), texts_of(expected), device.capture)
     assert there.tokens == expected
     assert device.launches["scaled_dot_product_attention"] == 0
-
-
-class Launches:
-    """Captures as the device does, and counts a replay as the single launch that it is."""
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-
-    def __call__(self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Replay:
-        replay = self.device.capture(function, inputs)
-
-        def replayed() -> tuple[Tensor, ...]:
-            before = self.device.launches.copy()
-            results = replay()
-            self.device.launches = before + Counter(graph=self.device.is_watched)
-            return results
-
-        return replayed
 
 
 LAUNCHES = {"ar": 8, "dflash": 22, "ddtree": 96, "eagle3": 89, "dflash, selector": 26, "dflash, cut": 43}
@@ -368,7 +328,11 @@ LAUNCHES = {"ar": 8, "dflash": 22, "ddtree": 96, "eagle3": 89, "dflash, selector
 @pytest.mark.parametrize("label", LAUNCHES)
 def test_a_captured_round_has_few_launches(device: Device, label: str) -> None:
     expected = on_the_cpu(1, Sampling(), LONGER)
-    there = decoded(label, moved, 1, Sampling(), texts_of(expected), Launches(device), LONGER)
+
+    def one_launch(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Replay:
+        return device.as_one("graph", device.capture(function, inputs))
+
+    there = decoded(label, moved, 1, Sampling(), texts_of(expected), one_launch, LONGER)
     assert there.tokens == expected
     last = device.launches_of_rounds[-len(there.rounds) :]
     assert max(one.total() for one in last) <= LAUNCHES[label]

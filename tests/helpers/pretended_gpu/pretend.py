@@ -161,6 +161,17 @@ class Device(TorchDispatchMode):
 
         return reading
 
+    def as_one(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Count all launches of the function as one: a captured graph, or what a compiler makes one kernel."""
+
+        def launched(*args: Any, **options: Any) -> Any:
+            before = self.launches.copy()
+            result = function(*args, **options)
+            self.launches = before + Counter({name: self.is_watched})
+            return result
+
+        return launched
+
     def capture(self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Replay:
         """Like `traced`, but nothing may pass between host and device."""
         self.is_capturing = True
