@@ -1,4 +1,4 @@
-"""Environments of the tests against real servers and GPUs: `nox -s vllm`, and so on; `nox -l` lists them.
+"""Environments of the tests against real servers, GPUs and other builds of torch; `nox -l` lists them.
 
 Each server has an environment of its own below `.nox/`, made once; the tests themselves run in the Python that nox runs
 in, with this project installed. What follows `--` goes to pytest: `--limit N` asks fewer prompts, and `--pages results`
@@ -15,6 +15,11 @@ import nox
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", "constraints-cpu.txt")
+GPU_PATHS = tuple(
+    f"tests/engine/test_{name}.py"
+    for name in ("attention_of_bodies", "fused", "golden_drafts", "lengths", "replays", "synchronisation")
+)
+"""Tests of attention by lengths, of fused operations and of captured passes, on the tests' pretended device."""
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = []
 nox.options.stop_on_first_error = True
@@ -94,6 +99,16 @@ def ray(session: nox.Session) -> None:
     """Workers of Ray, killed in mid-run (about 1.5 GB, once). Linux only; needs two processors."""
     session.install(*CONSTRAINTS, "-e", ".[dev,ray]")
     test(session, "python")
+
+
+@nox.session
+@nox.parametrize("version", ["2.9.1", "2.11.0", "2.13.0"])
+def torch(session: nox.Session, version: str) -> None:
+    """What a GPU takes with the oldest torch, that of common images and the newest; needs no GPU (6 GB each, once)."""
+    session.install(f"torch=={version}", "-e", ".[dev]")
+    session.run(
+        "python", "-m", "pytest", "-n", "0", *GPU_PATHS, *session.posargs, env={"OMP_NUM_THREADS": "1"}
+    )  # fmt: skip
 
 
 @nox.session(venv_backend="none")
