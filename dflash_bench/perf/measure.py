@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_bench.core import environment
 from dflash_bench.core.forwards import ForwardTiming, Rates
@@ -233,4 +234,39 @@ def forward_curve(target: Target) -> dict[str, Any]:
         "products": rates.products,
         "read_bandwidth": reads,
         "size": asdict(memory.size_of(target.model)),
+        **(_launches(target, context) if target.device.type == "cuda" and target.graph_cache is None else {}),
     }
+
+
+# The launches of a pass that is not captured: a GPU waits for the host if these take longer than its own work.
+
+
+TINY_LAUNCHES = 256
+
+
+def _launches(target: Target, context: int) -> dict[str, Any]:
+    """Return how many operations a pass over one token launches, and the seconds that launching a tiny one takes."""
+    prepare(target, 1, context + 1)
+    with CountLaunches() as counted:
+        forward_timer(target, 1, 1, context)()
+    target.release()
+    number = torch.zeros(1, device=target.device)
+
+    def launch() -> None:
+        for _ in range(TINY_LAUNCHES):
+            number.add_(1)
+
+    return {"num_launches": counted.number, "launch_s": least_s(launch, target.device) / TINY_LAUNCHES}
+
+
+class CountLaunches(TorchDispatchMode):
+    """Counts operations while it is entered, except those that only make views."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aliases = [value.alias_info for value in func._schema.returns if value.alias_info]
+        self.number += not any(not alias.is_write for alias in aliases)
+        return func(*args, **(kwargs or {}))

@@ -252,6 +252,15 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
         ),
         "keep the machine free of other work and run again; if it stays, find out where the rest of a round goes",
     ),
+    "launch_bound": (
+        lambda num_launches, share, pass_s, floor_s: (
+            f"plain decoding waits for the host: launching the {num_launches:,} operations of a pass takes at least "
+            f"{share:.0%} of its {1000 * pass_s:.3g} ms, and reading its weights {1000 * floor_s:.3g} ms; a captured "
+            f"baseline would be up to {pass_s / floor_s:.1f} times as fast, and speed-ups lower"
+        ),
+        "use a model whose passes the engine captures ('models' names the forward of each), or compare such runs only "
+        "with each other",
+    ),
     "worse_answers": (
         _worse,
         {
@@ -483,6 +492,7 @@ BADGES = {
     "slow_plain": Badge(
         "b", "slow baseline", "plain decoding was slower than its forward passes allow, which flatters"
     ),
+    "launch_bound": Badge("l", "launch-bound baseline", "plain decoding waited for launches, which flatters"),
     "shared_machine": Badge("w", "workers shared a machine", "several workers measured on one machine at a time"),
 }
 """Badges by the kind of the finding that explains them."""

@@ -44,6 +44,7 @@ FAULTS = (
 WEAKNESSES = (
     "no_decode_speed",
     "slow_plain",
+    "launch_bound",
     "fallback",
     "shared_machine",
     "drift",

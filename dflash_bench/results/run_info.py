@@ -286,6 +286,10 @@ class ForwardTimes(StoredModel):
     least_s: Positive | None = None
     wide_s: dict[Width, Positive] = {}
     """The shortest of many passes by width; empty on GPUs, and where passes take long."""
+    num_launches: Count | None = None
+    """Operations of a pass over one token that a GPU launches one by one; None on CPUs and if passes are captured."""
+    launch_s: Positive | None = None
+    """The seconds that launching a tiny operation takes."""
 
 
 class MethodTimes(StoredModel):

@@ -77,6 +77,12 @@ def test_a_round_of_more_than_its_pass_is_found_and_one_of_twice_fails_a_check(
     )
 
 
+@each("launch_s, is_found", [(None, False), (4e-6, False), (6e-6, True)])
+def test_a_pass_that_waits_for_launches_is_found(tmp_path: Path, launch_s: float | None, is_found: bool) -> None:
+    launched = {} if launch_s is None else {"num_launches": 1000, "launch_s": launch_s}
+    assert ("launch_bound" in kinds(run_with(tmp_path / "run", forwards=forwards(0.009, **launched)))) == is_found
+
+
 def test_what_a_longer_context_takes_to_read_is_no_slowness() -> None:
     info = about(forwards=forwards(0.003))
     of_short = roofline.pace(info, np.array([0.01]), np.array([5]))

@@ -15,6 +15,7 @@ from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
 from dflash_bench.models.nets.p_eagle import PEagleConfig, PEagleDraft
+from dflash_bench.perf.measure import CountLaunches
 from dflash_bench.perf.round_parts import draft_passes
 from helpers import toy
 from helpers.tiny_architectures import made
@@ -40,6 +41,13 @@ def test_a_table_of_its_own_is_not_read() -> None:
     assert size.matrix_elements == TABLE + 4 * LAYER
     assert size.weight_bytes == 4 * (TABLE + 4 * (LAYER + NORMS) + 32)
     assert size.stored_bytes == size.weight_bytes + 4 * TABLE
+
+
+def test_views_are_no_launches() -> None:
+    x = torch.ones(2, 3)
+    with CountLaunches() as counted:
+        (x.t() @ x).view(-1)[1:].add_(1)
+    assert counted.number == 2
 
 
 def test_a_window_is_that_of_its_layers() -> None:

@@ -221,6 +221,7 @@ CHECKS: tuple[Check, ...] = (
     _mismatch,
     timing.hidden_time,
     timing.slow_plain,
+    timing.launch_bound,
     servers.worse_answers,
     servers.plain_drafts,
     _failed,

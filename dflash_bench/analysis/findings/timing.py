@@ -11,6 +11,7 @@ from dflash_bench.analysis.cells import seconds_per_token, without_errors
 from dflash_bench.analysis.findings.base import CellContext, Observation, place_of
 from dflash_bench.analysis.metrics import prompt_sums
 from dflash_bench.analysis.roofline import SLOW_PLAIN
+from dflash_bench.core.forwards import Rates, Size
 from dflash_bench.core.methods import is_probe
 from dflash_bench.core.types import NOT_COVERED, SHARED_WEIGHTS
 from dflash_bench.results.row_arrays import numbered
@@ -130,6 +131,29 @@ def slow_plain(context: CellContext) -> Observation | None:
     if pace is None or not pace.exceeds(SLOW_PLAIN):
         return None
     return context.observe_suite("slow_plain", round_s=pace.round_s, pass_s=pace.pass_s)
+
+
+LAUNCH_BOUND = 0.5
+"""Share of a plain pass's time from which launching its operations is named."""
+
+
+def launch_bound(context: CellContext) -> Observation | None:
+    """Look for plain passes that a GPU spends waiting for launches, which verifying many tokens does not repeat."""
+    measured = context.info.forwards if context.info else None
+    if not context.is_baseline or measured is None or measured.num_launches is None or measured.launch_s is None:
+        return None
+    pass_s, launching_s = measured.seconds["1"], measured.num_launches * measured.launch_s
+    if launching_s < LAUNCH_BOUND * pass_s:
+        return None
+    size, rates = Size.read(measured.size.to_json()), Rates(measured.bandwidth, measured.products)
+    floor_s = roofline.least_s(roofline.work(size, measured.rows, 1, measured.context), rates)
+    return context.observe_suite(
+        "launch_bound",
+        num_launches=measured.num_launches,
+        share=min(1.0, launching_s / pass_s),
+        pass_s=pass_s,
+        floor_s=floor_s,
+    )
 
 
 HIDDEN_S, HIDDEN_SHARE = 1e-3, 0.05
