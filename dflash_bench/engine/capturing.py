@@ -144,8 +144,9 @@ def capture_stats(target: Target, drafters: Iterable[Drafter]) -> dict[str, floa
 #
 # In a captured step of one token a small operation costs about as much as its launch, and a layer has a dozen of them.
 # Inductor fuses norm, rotation and their product with the angles into one kernel, and activation and product into
-# another; the residual is added by the product itself, in place. Kernels are compiled when a run begins, and compared
-# with the usual operations, which stay in use if that fails.
+# another. Residuals are added by the products themselves, in place, so a kernel for residual and norm would save no
+# launch. Kernels are compiled when a run begins, and compared with the usual operations, which stay in use if that
+# fails.
 
 
 Compile = Callable[..., Any]
@@ -169,27 +170,13 @@ def gate(wide: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class FusedGated:
-    """Computes `native.Gated`, down(activation(gate(x)) * up(x)), and adds it to the stream in place."""
+class FusedGated(Gated):
+    """Computes `native.Gated` with activation and product fused."""
 
-    usual: Gated
     gate: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 
-    def __call__(self, normed: Tensor) -> Tensor:
-        return self.usual.down(self._wide(normed))
-
-    def added_to(self, x: Tensor, normed: Tensor) -> Tensor:
-        """Return x [T, H] plus the feed-forward, in place: x, attention's output plus the stream, has no other user.
-
-        Out of place, the product would begin with a copy of x.
-        """
-        down = self.usual.down
-        if down.bias is not None:
-            x += down.bias
-        return x.addmm_(self._wide(normed), down.weight)
-
     def _wide(self, normed: Tensor) -> Tensor:
-        return self.gate(self.usual.gate_up(normed), self.usual.activation)
+        return self.gate(self.gate_up(normed), self.activation)
 
 
 class Fused:
@@ -213,7 +200,7 @@ class Fused:
         """Return the layer with fused operations; mixtures of experts stay unfused."""
         feed = usual.feed
         if isinstance(feed, Gated) and feed.down.scale is None:
-            feed = FusedGated(feed, self.gate)
+            feed = FusedGated(feed.gate_up, feed.down, feed.activation, self.gate)
         return replace(usual, attention=replace(usual.attention, rotate=self.rotate), feed=feed)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -60,6 +61,7 @@ from helpers.heads import HEADS, draft_of
 from helpers.native_kinds import KINDS
 from helpers.pretended_gpu.pretend import Device, DeviceTensor, WaitError, moved
 from helpers.pretended_gpu.rounds import attention_by_lengths, watched_rounds
+from helpers.pretended_gpu.varlen import flash_attention
 from helpers.toy import Decoded, Scripted, run, sometimes_wrong, tiny
 
 NEW = 8
@@ -336,6 +338,24 @@ def test_a_captured_round_has_few_launches(device: Device, label: str) -> None:
     assert there.tokens == expected
     last = device.launches_of_rounds[-len(there.rounds) :]
     assert max(one.total() for one in last) <= LAUNCHES[label]
+
+
+@pytest.mark.parametrize(("width", "by_lengths", "most"), [(1, True, 10), (16, True, 10), (16, False, 12)])
+def test_a_fused_layer_has_few_launches(device: Device, width: int, by_lengths: bool, most: int) -> None:
+    """Products add to the stream in place, without copying it first."""
+    target = native(tiny("qwen3"), moved)
+    network = target.network
+    assert isinstance(network, NativeForward)
+    assert fuse(network, lambda function, **_: device.as_one("fused", function)) is None
+    tokens, start = DeviceTensor(torch.arange(width)[None]), DeviceTensor(torch.tensor([6]))
+    with attention_by_lengths(device.as_one("attention", flash_attention)) if by_lengths else nullcontext():
+        target.begin(1, MOST)
+        layers = network.layers
+        for network.layers in (layers[:1], layers[:2]):
+            with device.watched():
+                target._steady(MOST, tokens, start)
+    one, two = device.launches_of_rounds
+    assert (two - one).total() <= most
 
 
 def uncompiled(function: Callable[..., Any], **_options: Any) -> Callable[..., Any]:

@@ -80,14 +80,19 @@ class Linear:
         return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
 
     def added_to(self, x: Tensor, update: Tensor) -> Tensor:
-        """Return x [B * N, H] plus the projection of `update` [B * N, in], in one call."""
+        """Add the projection of `update` [B * N, in] to x [B * N, H] in place, in one call; return x.
+
+        Out of place, the product would begin with a copy of x.
+        """
         if self.scale is not None:
-            return x + self(update)
-        return torch.addmm(x if self.bias is None else x + self.bias, update, self.weight)
+            return x.add_(self(update))
+        if self.bias is not None:
+            x += self.bias
+        return x.addmm_(update, self.weight)
 
 
 class NativeFeedForward(Protocol):
-    """A feed-forward over the normed stream [B * N, H]."""
+    """A feed-forward over the normed stream [B * N, H]; `added_to` may add it to x in place."""
 
     def __call__(self, normed: Tensor) -> Tensor: ...
 
@@ -207,7 +212,10 @@ def attend_beside(
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A decoder layer. `after_attention` and `after_feed` norm the terms added to the stream, as in Gemma 3."""
+    """A decoder layer. `after_attention` and `after_feed` norm the terms added to the stream, as in Gemma 3.
+
+    A layer may add to the stream x that it is given in place, so a stream that is kept must be copied first.
+    """
 
     kind: str
     input_norm: Norm
@@ -411,7 +419,7 @@ class NativeForward:
         for index, layer in enumerate(self.layers):
             x = layer(index, x, shape, tables[layer.kind], seen[layer.kind], self.cache)
             if index in self._taps:
-                tapped[index] = x.view(*shape, -1)
+                tapped[index] = x.clone().view(*shape, -1)
         return x.view(*shape, -1), [tapped[i] for i in self._order]
 
     def _seen(self, mask: PassMask) -> Mapping[str, Seen]:

@@ -56,7 +56,10 @@ class DFlashNetwork(Protocol):
         ...
 
     def forward(self, embedded: Tensor, tables: Tables, seen: Views, cache: KVCache) -> Tensor:
-        """Compute `DFlashDraft.forward`, [B, N, H] -> [B, N, H], over a cache; masks: [B or 1, 1, N or 1, visible]."""
+        """Compute `DFlashDraft.forward`, [B, N, H] -> [B, N, H], over a cache; masks: [B or 1, 1, N or 1, visible].
+
+        It may overwrite `embedded`.
+        """
         ...
 
 
@@ -245,11 +248,11 @@ class NativeEagle3(Eagle3Network):
         return (self.norm(x) if self.config.norm_output else x).view(hidden.shape)
 
     def inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residual stream [B * N, H], and attention's input [B * N, 2 * H]."""
+        """Return the residual stream [B * N, H], a copy of its own, and attention's input [B * N, 2 * H]."""
         flat = hidden.flatten(0, 1)
         normed = self.hidden_norm(flat)
         pair = torch.cat([self.layer.input_norm(embedded.flatten(0, 1)), normed], dim=-1)
-        return normed if self.config.norm_before_residual else flat, pair
+        return normed if self.config.norm_before_residual else flat.clone(), pair
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden if self.config.norm_output else self.norm(hidden))

@@ -240,6 +240,8 @@ class Device(TorchDispatchMode):
         name = nature.name
         if not nature.only_views and self.is_watched:
             self.launches[name] += 1
+            # Out of place, a product with a matrix added begins with a copy of it.
+            self.launches["copy_"] += func is aten.addmm.default and args[0].ndim > 1
         if func is aten.scaled_dot_product_attention.default:
             _refuse_misaligned(ours)
         if nature.reads:
@@ -282,7 +284,7 @@ def _nature(func: Any) -> _Nature:
     aliases = [value.alias_info for value in func._schema.returns if value.alias_info]
     return _Nature(
         func._schema.name.removeprefix("aten::"),
-        any(not alias.is_write for alias in aliases),
+        any(not alias.is_write for alias in aliases) or func is aten._unsafe_view.default,
         func in READS,
         func in INDEXED,
         func not in WHOLE and bool(func._can_decompose()),
