@@ -24,7 +24,7 @@ from dflash_bench.diagnose.probes import DraftUnderTest, build_drafter, change_d
 from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.engine.drafter import Committed, Drafter
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
-from dflash_bench.engine.forward.native import Norm
+from dflash_bench.engine.forward.layers import Norm
 from dflash_bench.engine.forward.native_drafts import NativeDFlash
 from dflash_bench.engine.selection import target_of
 from dflash_bench.engine.target import Target
@@ -69,7 +69,7 @@ class OneNorm(DFlashDrafter):
         first: Tensor = weights[0].detach()
         everywhere = first.expand(len(weights), 1, 1, 1, -1).contiguous()
         assert isinstance(self.network, NativeDFlash)
-        self.network.key_norm = Norm(everywhere, self.config.rms_norm_eps, first.dtype)
+        self.network.key_norm = Norm(everywhere, self.config.rms_norm_eps)
 
 
 class SelectingAtOnce(DFlashDrafter):

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from dflash_bench.core.errors import UserError, first_line
 from dflash_bench.engine.drafter import Captures, Drafter
-from dflash_bench.engine.forward.native import Gated, Layer, NativeForward, Norm, Tables
+from dflash_bench.engine.forward.layers import Gated, Layer, Norm, Tables
+from dflash_bench.engine.forward.native import NativeForward
 from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3, NativeMTP
 from dflash_bench.engine.graphs import TOLERANCES, GraphCache, cuda_graph, inductor, keep_compiled
-from dflash_bench.engine.lengths import is_for, why_masked
+from dflash_bench.engine.lengths import is_for
 from dflash_bench.engine.target import Steady, Target
 from dflash_bench.models.presets import cache_folder
 
@@ -80,8 +81,7 @@ def gpu_paths(target: Target, captured: str) -> dict[str, dict[str, str | None]]
     network, dtype = target.network, target.model.dtype
     without = "" if torch.backends.cuda.cudnn_sdp_enabled() else ", without cuDNN"
     if isinstance(network, NativeForward):
-        own = network.layers[0].attention
-        reason = why_masked(target.device, dtype, own.head_dim, own.num_heads, own.num_kv)
+        reason = network.layers[0].attention.why_masked(target.device, dtype)
         attention = "flash attention by lengths" if reason is None else f"masked attention{without}"
     else:
         reason, attention = None, f"{target.config._attn_implementation}{without}"
@@ -104,8 +104,6 @@ def _refuse_compiling(target: Target) -> None:
         raise UserError("--compile needs a CUDA device; on a CPU, --kernels numba compiles passes")
     if not isinstance(target.network, Steady):
         raise UserError("--compile compiles passes of --engine native only, which does not compute this target")
-    if target.network.has_experts:
-        raise UserError("--compile: a token's experts are not known when a pass is compiled; leave it out")
 
 
 def _set(target: Target, drafters: Iterable[Drafter], how: str, graphs: Callable[[], GraphCache | None]) -> str:
@@ -158,7 +156,7 @@ MOST_COMPILED = 64
 
 
 def turn_by_copying(heads: Tensor, norm: Norm | None, tables: Tables) -> None:
-    """Compute `native.rotate` by copying, the only way in which a compiler can write into a part of a tensor."""
+    """Compute `layers.rotate` by copying, the only way in which a compiler can write into a part of a tensor."""
     normed = heads if norm is None else norm(heads)
     heads.copy_(torch.addcmul(normed * tables[0], normed.roll(heads.shape[-1] // 2, -1), tables[1]))
 
@@ -171,7 +169,7 @@ def gate(wide: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FusedGated(Gated):
-    """Computes `native.Gated` with activation and product fused."""
+    """Computes `layers.Gated` with activation and product fused."""
 
     gate: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 
@@ -187,7 +185,7 @@ class Fused:
         self._gate = compile_function(gate, dynamic=False)
 
     def rotate(self, heads: Tensor, norm: Norm | None, tables: Tables) -> None:
-        """Compute `native.rotate` for heads [B, N, heads, D]; the compiler sees rows and tokens as one dimension."""
+        """Compute `layers.rotate` for heads [B, N, heads, D]; the compiler sees rows and tokens as one dimension."""
         rows, width = heads.shape[:2]
         cos, sin = (_any_number(table.expand(rows, width, -1, -1).flatten(0, 1)) for table in tables)
         self._turn(_any_number(heads.view(rows * width, *heads.shape[2:])), norm, (cos, sin))

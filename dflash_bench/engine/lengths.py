@@ -1,7 +1,7 @@
 """Attention by lengths: the tokens of a pass see as much of the cache as their row has, and no mask is built.
 
 For half precision on a GPU. Flash attention takes no mask; with a mask, torch falls back to slower kernels, and where
-the heads of a group are rows of one problem (`forward/native.py`), a single row keeps few multiprocessors busy. Trees
+the heads of a group are rows of one problem (`forward/layers.py`), a single row keeps few multiprocessors busy. Trees
 do need a mask. The lengths may be tensors that a captured pass reads (`graphs.py`); hidden places are never computed.
 """
 

@@ -164,7 +164,7 @@ class PassMask:
 def fold_heads(mask: Tensor | None, group: int) -> Tensor | None:
     """Repeat a mask [B, 1, N or 1, visible] for the `group` query heads that share a key head.
 
-    These heads are rows of one attention problem in `forward/native.py`: [B, 1, group * N or 1, visible].
+    These heads are rows of one attention problem in `forward/layers.py`: [B, 1, group * N or 1, visible].
     """
     if mask is None or mask.shape[2] == 1 or group == 1:
         return mask

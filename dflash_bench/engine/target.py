@@ -79,8 +79,6 @@ class Network(Protocol):
 class Steady(Network, Protocol):
     """A network whose passes can be captured: `through` needs nothing but shapes from the host."""
 
-    has_experts: bool
-    """Whether it has experts: the host then chooses the expert of each token, which a capture would not notice."""
     by_lengths: bool
     """Whether attention uses lengths (`lengths.py`) instead of masks; trees always need masks."""
 

@@ -25,7 +25,7 @@ from dflash_bench.diagnose import causes, compare_counts, conform_server
 from dflash_bench.diagnose.compare_counts import drafts_per_round, fitting_causes
 from dflash_bench.diagnose.show import sentence
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
-from dflash_bench.engine.forward.native import Norm
+from dflash_bench.engine.forward.layers import Norm
 from dflash_bench.engine.forward.native_drafts import NativeDFlash
 from dflash_bench.engine.loop import AcceptedAnswer
 from dflash_bench.engine.verify import Draft
@@ -168,7 +168,7 @@ def normed_by_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def first(self: NativeDFlash, features: Tensor, tables: Any) -> Tensor:
         sound = self.key_norm
         weights = torch.stack([sound.weight[0]] * len(sound.weight))
-        self.key_norm = Norm(weights, sound.eps, weights.dtype)
+        self.key_norm = Norm(weights, sound.eps)
         try:
             return context(self, features, tables)
         finally:

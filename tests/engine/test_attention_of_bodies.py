@@ -15,7 +15,8 @@ from torch import Tensor
 
 from dflash_bench.engine.cache import KVCache, rotations
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
-from dflash_bench.engine.forward.native import NativeForward, attend_beside
+from dflash_bench.engine.forward.layers import attend_beside
+from dflash_bench.engine.forward.native import NativeForward
 from dflash_bench.engine.forward.native_drafts import NativeDFlash
 from dflash_bench.engine.graphs import GraphCache
 from dflash_bench.engine.masks import block_mask

@@ -21,10 +21,10 @@ from dflash_bench.engine.target import Target
 from dflash_bench.models.loading import Models
 from dflash_bench.models.presets import Preset
 from helpers.each import each
-from helpers.tiny_architectures import ATTENTION, HYBRID, made
+from helpers.tiny_architectures import ATTENTION, HYBRID, OURS, made, opened
 from helpers.toy import Scripted, Tree, Watching, changes, generated, run, sometimes_wrong
 
-KINDS = [*ATTENTION, *HYBRID]
+KINDS = [*ATTENTION, *HYBRID, *OURS]
 VOCAB, NEW = 97, 12
 PROMPTS = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11], list(range(2, 24)), [90, 1, 90], [8] * 7]
 """Some longer than the window, some that reach it while they answer, some that hardly do."""
@@ -33,6 +33,8 @@ PROMPTS = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11], list(range(2, 24)), [90, 1, 90], 
 @cache
 def answers(kind: str) -> list[list[int]]:
     """Answers of transformers with its own cache, each prompt alone."""
+    if kind in OURS:
+        return answers(OURS[kind])
     return [generated(made(kind), prompt, NEW) for prompt in PROMPTS]
 
 
@@ -44,7 +46,7 @@ def texts(kind: str) -> list[list[int]]:
 def test_plain_decoding_in_our_loop_is_what_transformers_generates(kind: str) -> None:
     expected = answers(kind)
     assert len({token for answer in expected for token in answer}) > 10
-    target = Target(made(kind))
+    target = opened(kind)
     assert run(target, NoDrafter(), PROMPTS[2:3], NEW).tokens == expected[2:3]
     assert run(target, NoDrafter(), PROMPTS, NEW).tokens == expected
 
@@ -58,7 +60,7 @@ SIZES = [(1, 5), (5, 1), (16, 3), (2, 3), (5, 5), (16, 1)]
     [(kind, *SIZES[(number + half) % 6]) for number, kind in enumerate(KINDS) for half in (0, 3)],
 )
 def test_drafts_right_and_wrong_give_the_plain_tokens(kind: str, num_drafts: int, num_rows: int) -> None:
-    target, expected = Target(made(kind)), answers(kind)[-num_rows:]
+    target, expected = opened(kind), answers(kind)[-num_rows:]
     drafter = Scripted(texts(kind)[-num_rows:], num_drafts, sometimes_wrong(0.75, VOCAB, seed=num_drafts))
     assert run(target, drafter, PROMPTS[-num_rows:], NEW).tokens == expected
 
@@ -74,7 +76,7 @@ def test_whatever_is_drafted_the_tokens_are_the_plain_ones(kind: str, change: st
     stop = answers(kind)[1][6]
     expected = [cut(answer, stop) for answer in answers(kind)[:3]]
     drafter = Scripted(texts(kind)[:3], 5, changes(VOCAB, stop)[change]())
-    out = run(Target(made(kind)), drafter, PROMPTS[:3], NEW, stop_ids=frozenset({stop}))
+    out = run(opened(kind), drafter, PROMPTS[:3], NEW, stop_ids=frozenset({stop}))
     assert out.tokens == expected
     if change == "right":
         assert max(count for step in out.rounds for count in step.accepted) == 5
@@ -85,10 +87,10 @@ def cut(answer: list[int], stop: int) -> list[int]:
 
 
 @each("shape", ["chain", "branching"])
-@each("kind", ATTENTION)
+@each("kind", [*ATTENTION, *(kind for kind in OURS if OURS[kind] in ATTENTION)])
 def test_trees_deeper_than_the_window_give_the_plain_tokens(kind: str, shape: str) -> None:
     num_rows = 1 if shape == "chain" else 3
-    out = run(Target(made(kind)), Tree(texts(kind)[:num_rows], 10, shape, VOCAB), PROMPTS[:num_rows], NEW)
+    out = run(opened(kind), Tree(texts(kind)[:num_rows], 10, shape, VOCAB), PROMPTS[:num_rows], NEW)
     assert out.tokens == answers(kind)[:num_rows]
     assert max(count for step in out.rounds for count in step.accepted) == 10
 
@@ -106,7 +108,7 @@ def test_a_tree_on_a_recurrent_target_is_refused_by_name(kind: str) -> None:
 def test_taps_give_the_hidden_states_of_what_was_read(kind: str) -> None:
     watching = Watching(Scripted(texts(kind)[:2], 3, sometimes_wrong(0.6, VOCAB)))
     watching.taps = (2, 0)
-    run(Target(made(kind)), watching, PROMPTS[:2], NEW)
+    run(opened(kind), watching, PROMPTS[:2], NEW)
     for row, (prompt, following) in enumerate(zip(PROMPTS, watching.following, strict=False)):
         read = [*prompt[:1], *following][: len(watching.read[row])]
         with torch.inference_mode():
@@ -135,13 +137,13 @@ def states(target: Target) -> list[tuple[Tensor, Tensor]]:
 @each("kind", HYBRID)
 def test_what_was_not_kept_leaves_no_trace_in_any_state(kind: str) -> None:
     prompts, blocks, counts = PROMPTS[:3], torch.arange(60, 75).view(3, 5), [2, 5, 1]
-    target = Target(made(kind))
+    target = opened(kind)
     target.begin(3, 40)
     target.prefill(prompts)
     target.forward(blocks, [len(prompt) for prompt in prompts])
     target.commit(counts)
     for row, prompt in enumerate(prompts):
-        alone = Target(made(kind))
+        alone = opened(kind)
         alone.begin(1, 40)
         alone.prefill([[*prompt, *blocks[row, : counts[row]].tolist()]])
         for ours, expected in zip(states(target), states(alone), strict=True):
@@ -153,7 +155,7 @@ def test_a_state_is_made_again_only_where_a_draft_was_refused(monkeypatch: pytes
     calls: list[int] = []
     monkeypatch.setattr(hf, "advance", lambda *args: (calls.append(args[1].shape[1]), advance(*args))[1])
     kind, num_layers = "qwen3.5", 3
-    target = Target(made(kind))
+    target = opened(kind)
     run(target, NoDrafter(), PROMPTS[:3], NEW)
     run(target, Scripted(texts(kind)[1:2], 3), PROMPTS[1:2], 1 + 4 * 3)
     assert calls == []
@@ -189,7 +191,7 @@ def test_a_pass_that_breaks_off_leaves_the_rules_as_they_were() -> None:
 
 def test_two_recurrent_targets_of_one_class_take_turns() -> None:
     kind = "qwen3.5"
-    first, second = Target(made(kind)), Target(copy.deepcopy(made(kind)))
+    first, second = opened(kind), Target(copy.deepcopy(made(kind)))
     for target in (first, second, first):
         drafter = Scripted(texts(kind)[:2], 4, sometimes_wrong(0.5, VOCAB))
         assert run(target, drafter, PROMPTS[:2], NEW).tokens == answers(kind)[:2]
@@ -197,7 +199,7 @@ def test_two_recurrent_targets_of_one_class_take_turns() -> None:
 
 def test_nan_in_a_state_does_not_outlive_its_generation() -> None:
     kind = "qwen3.5"
-    target = Target(made(kind))
+    target = opened(kind)
     expected = run(target, NoDrafter(), PROMPTS[:2], NEW).tokens
     with torch.inference_mode():
         for state in (state for pair in states(target) for state in pair):

@@ -14,12 +14,11 @@ from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.rows import Limits
-from dflash_bench.engine.target import Target
 from helpers.each import each
 from helpers.faults import matrix
-from helpers.faults.in_engine import ASKED, FAULTS, RAGGED, STATES, WINDOWS, Fault
+from helpers.faults.in_engine import ASKED, FAULTS, RAGGED, SINKS, STATES, WINDOWS, Fault
 from helpers.faults.matrix import Part, Way
-from helpers.tiny_architectures import ATTENTION, HYBRID, made
+from helpers.tiny_architectures import ATTENTION, HYBRID, OURS, made, opened
 from helpers.toy import Letters, Scripted, sometimes_wrong
 
 Sound = Callable[[Way], Sequence[Answer]]
@@ -123,7 +122,7 @@ PROMPT = tuple((7 * place + 2) % 60 + 2 for place in range(20))
 
 def judged(kind: str, prompts: Sequence[tuple[int, ...]]) -> tuple[list[Generation], list[bool]]:
     """Answers of a drafter that is often wrong, and whether the judge calls each the model's own."""
-    target = Target(made(kind))
+    target = opened(kind)
     judge = Judge(target.model, frozenset(), 24)
     texts = [[*prompt, *_greedy(kind, prompt)] for prompt in prompts]
     drafters = {"ar": NoDrafter(), "drafts": Scripted(texts, 5, sometimes_wrong(0.7, 97))}
@@ -161,8 +160,14 @@ def assert_found(fault: Fault, kind: str, *prompts: tuple[int, ...]) -> None:
 
 
 @each("fault", WINDOWS)
-@each("kind", [kind for kind in ATTENTION if "window" in kind])
+@each("kind", [kind for kind in (*ATTENTION, *OURS) if "window" in kind])
 def test_a_window_of_the_wrong_width_is_found(fault: Fault, kind: str) -> None:
+    assert_found(fault, kind, PROMPT)
+
+
+@each("fault", SINKS)
+@each("kind", [kind for kind in OURS if "sinks" in kind])
+def test_sinks_that_are_left_out_are_found(fault: Fault, kind: str) -> None:
     assert_found(fault, kind, PROMPT)
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dflash_bench.engine import capturing
 from dflash_bench.engine.capturing import TRIED, FusedGated, fused_layers, turn_by_copying
-from dflash_bench.engine.forward.native import NativeForward, rotate
+from dflash_bench.engine.forward.layers import rotate
+from dflash_bench.engine.forward.native import NativeForward
 from dflash_bench.engine.target import Target
 from helpers.each import each
 from helpers.native_kinds import KINDS, passes

@@ -16,7 +16,7 @@ from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.drafters import base
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
-from dflash_bench.engine.forward import native
+from dflash_bench.engine.forward import layers
 from dflash_bench.engine.forward.native import NativeForward
 from dflash_bench.engine.graphs import GraphCache
 from dflash_bench.engine.lengths import (
@@ -51,13 +51,13 @@ def by_lengths(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return flash_attention(**options)
 
     monkeypatch.setattr(lengths, "flash_attention", counted)
-    for module in (native, base):
-        monkeypatch.setattr(module, "attends_by_lengths", lambda *_: True)
+    monkeypatch.setattr(layers, "why_masked", lambda *_: None)
+    monkeypatch.setattr(base, "attends_by_lengths", lambda *_: True)
     yield widths
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "sinks" not in kind])
 def test_every_pass_says_what_it_says_with_masks(kind: str, num_rows: int, by_lengths: list[int]) -> None:
     model = copy.deepcopy(KINDS[kind]())
     ours = passes(Target(model, network=NativeForward(model)), num_rows)
@@ -183,6 +183,9 @@ def test_it_is_for_half_precision_on_a_gpu_that_has_the_kernel(monkeypatch: pyte
     assert not attends_by_lengths(CUDA, torch.bfloat16, 100, 32, 8)
     monkeypatch.setattr(lengths, "why_wrong", lambda *_: "it differs")
     assert why_masked(CUDA, torch.bfloat16, 128, 32, 8) == "it differs"
+    sinks = NativeForward(copy.deepcopy(KINDS["gpt-oss, experts, sinks, windows"]())).layers[0].attention
+    monkeypatch.setattr(layers, "why_masked", lambda *_: None)
+    assert sinks.why_masked(CUDA, torch.bfloat16) == "flash attention takes no sinks"
 
 
 # The arguments that torch's own takes, by its schema, and its shapes, by tensors without values.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dflash_bench.engine import backend, selection
-from dflash_bench.engine.forward import native
+from dflash_bench.engine.forward import layers
 from dflash_bench.engine.judge_weights import OTHER_PROMPT
 from dflash_bench.models import loading
 from dflash_bench.models.weights import twin
@@ -34,7 +34,7 @@ from helpers.faults.matrix import Part, Way
 
 def damaged_joined(patch: pytest.MonkeyPatch) -> None:
     """Where small weights are joined in a copy, and where large ones stay the model's own."""
-    sound = native.join_weights
+    sound = layers.join_weights
 
     @torch.no_grad()
     def damaged(groups: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -43,7 +43,7 @@ def damaged_joined(patch: pytest.MonkeyPatch) -> None:
             whole[:, ::3] *= 0.5
         return whole
 
-    patch.setattr(native, "join_weights", damaged)
+    patch.setattr(layers, "join_weights", damaged)
 
 
 METHODS = matrix.METHODS[:1]
@@ -151,14 +151,14 @@ def test_shared_weights_that_change_while_a_run_goes_on_end_it_and_nobody_reads_
 def test_shared_weights_that_are_damaged_where_they_are_joined_are_refused(tmp_path: Path) -> None:
     def plant(patch: pytest.MonkeyPatch) -> None:
         shared(patch)
-        sound = native.join_weights
+        sound = layers.join_weights
 
         @torch.no_grad()
         def faulty(groups: Sequence[Sequence[Tensor]]) -> Tensor:
             groups[0][0].data[0, 0:1] += 1
             return sound(groups)
 
-        patch.setattr(native, "join_weights", faulty)
+        patch.setattr(layers, "join_weights", faulty)
         patch.setattr(selection, "_disagreement", lambda *_: None)
 
     status, _, error = matrix.ended(Fault("damaged", plant), Way(), tmp_path / "run", SHORT)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dflash_bench.engine import target as target_module
 from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.drafters.draft_model import ModelDrafter
-from dflash_bench.engine.forward import native
+from dflash_bench.engine.forward import layers
 from dflash_bench.engine.selection import name_of, target_of
 from dflash_bench.engine.target import Output, Target
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
@@ -171,14 +171,14 @@ def test_memory_grows_with_a_prompt_and_not_with_its_square(
 @contextmanager
 def places_read(patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Over how many places each call of attention goes."""
-    attention, read = native.scaled_dot_product_attention, list[int]()
+    attention, read = layers.scaled_dot_product_attention, list[int]()
 
     def noting(query: Tensor, keys: Tensor, *rest: Any, **options: Any) -> Tensor:
         read.append(keys.shape[2])
         return attention(query, keys, *rest, **options)
 
     with patch.context() as within:
-        within.setattr(native, "scaled_dot_product_attention", noting)
+        within.setattr(layers, "scaled_dot_product_attention", noting)
         within.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
         yield read
 

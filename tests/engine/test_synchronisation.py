@@ -42,6 +42,7 @@ from dflash_bench.engine.drafters.random import RandomDrafter
 from dflash_bench.engine.drafters.rest import RestDrafter
 from dflash_bench.engine.drafters.suffix import SuffixDrafter
 from dflash_bench.engine.drafters.synthetic import SyntheticDrafter
+from dflash_bench.engine.forward import experts
 from dflash_bench.engine.forward.native import NativeForward
 from dflash_bench.engine.graphs import Capture, GraphCache, Replay
 from dflash_bench.engine.masks import depths
@@ -400,16 +401,14 @@ def test_what_a_gpu_cannot_do_is_known_by_its_reason(device: Device, monkeypatch
     assert slow["passes"] == "RuntimeError: no compiler" and "small operations" not in slow
 
 
-EXPERTS = [("grouped_mm", None), ("batched_mm", None), ("eager", "WaitError: the host waits for the device: nonzero")]
-
-
-@pytest.mark.parametrize(("experts", "why_not"), EXPERTS)
+@pytest.mark.parametrize("kind", ["qwen3, experts", "gpt-oss, experts, sinks, windows"])
+@pytest.mark.parametrize("why_not", [None, "WaitError: the host waits for the device: tolist"])
 def test_experts_are_captured_unless_the_host_looks_them_up(
-    device: Device, experts: str, why_not: str | None, monkeypatch: pytest.MonkeyPatch
+    device: Device, kind: str, why_not: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    model = moved(copy.deepcopy(KINDS["qwen3, experts"]()))
-    model.config._experts_implementation = experts
+    if why_not is not None:  # as in a torch that has no grouped products
+        monkeypatch.setattr(experts, "_grouped_mm", None)
+    model = moved(copy.deepcopy(KINDS[kind]()))
     target = Target(model, NativeForward(model))
     target.graph_cache = graphs = GraphCache(device.capture)
     target.begin(2, 64)

@@ -63,14 +63,24 @@ def of_class(name: str, config_name: str, **changes: Any) -> Any:
     model = getattr(transformers, name)(getattr(transformers, config_name)(**shape)).eval()
     with torch.no_grad():
         for parameter in model.model.layers.parameters():
-            parameter.mul_(10) if parameter.ndim > 1 else parameter.add_(0.2 * torch.randn_like(parameter))
+            is_drawn = parameter.ndim > 1 and bool(parameter.any())
+            parameter.mul_(10) if is_drawn else parameter.add_(0.2 * torch.randn_like(parameter))
     return model
 
 
+GPT_OSS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 6,
+    "layer_types": ALTERNATING,
+    "attention_bias": True,
+    "rope_parameters": YARN,
+}
 GEMMA3 = {"sliding_window": 6, "layer_types": ALTERNATING, "query_pre_attn_scalar": 12}
 KINDS: dict[str, Any] = {
     "gemma": lambda: of_class("GemmaForCausalLM", "GemmaConfig"),
     "gemma 3, windows, two tables of angles": lambda: of_class("Gemma3ForCausalLM", "Gemma3TextConfig", **GEMMA3),
+    "gpt-oss, experts, sinks, windows": lambda: of_class("GptOssForCausalLM", "GptOssConfig", **GPT_OSS),
     "qwen3, experts": lambda: of_class("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **EXPERTS),
     "qwen3, experts in every other layer": lambda: of_class(
         "Qwen3MoeForCausalLM", "Qwen3MoeConfig", **EXPERTS, decoder_sparse_step=2

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.drafters.dflash import AdaptiveDrafter, DFlashDrafter, with_labels
-from dflash_bench.engine.forward.native import Product
+from dflash_bench.engine.forward.layers import Product
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models

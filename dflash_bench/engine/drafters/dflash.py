@@ -24,7 +24,7 @@ from dflash_bench.engine.cache import on_host, rotations, to_device
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.base import CachedDrafter, DraftSampler, joined
 from dflash_bench.engine.forward.choice import why_not_layers
-from dflash_bench.engine.forward.native import Product
+from dflash_bench.engine.forward.layers import Product
 from dflash_bench.engine.forward.native_drafts import DFlashNetwork, NativeDFlash
 from dflash_bench.engine.graphs import ANY
 from dflash_bench.engine.lengths import Seen, placed_lengths

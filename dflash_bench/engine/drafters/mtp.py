@@ -19,7 +19,7 @@ from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.base import DraftSampler, joined
 from dflash_bench.engine.drafters.eagle3 import StepDrafter
 from dflash_bench.engine.forward.choice import why_not_layers
-from dflash_bench.engine.forward.native import Product
+from dflash_bench.engine.forward.layers import Product
 from dflash_bench.engine.forward.native_drafts import MTPNetwork, NativeMTP, PublishedMTP, network_of
 from dflash_bench.engine.graphs import Function
 from dflash_bench.engine.lengths import Seen

@@ -18,7 +18,9 @@ from torch import nn
 
 from dflash_bench import __version__
 from dflash_bench.core.labels import dtype_name
-from dflash_bench.engine.forward.native import COVERED, Gated, Layer, NativeForward
+from dflash_bench.engine.forward.experts import Experts
+from dflash_bench.engine.forward.layers import Layer
+from dflash_bench.engine.forward.native import COVERED, NativeForward
 from dflash_bench.models.architecture import decoder_layers
 from dflash_bench.models.configs import Heads, optional
 from dflash_bench.models.presets import cache_folder
@@ -47,7 +49,7 @@ def why_not_layers(layers: Sequence[Layer]) -> str | None:
         return "it is not on the CPU"
     if weight.dtype not in DTYPES:
         return f"its weights are {dtype_name(weight.dtype)}"
-    if not all(isinstance(layer.feed, Gated) for layer in layers):
+    if any(isinstance(layer.feed, Experts) for layer in layers):
         return "it has experts"
     if shape.head_dim % 8 or shape.num_heads * shape.head_dim % 16:
         return f"its heads are of size {shape.head_dim}"

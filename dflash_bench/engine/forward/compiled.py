@@ -1,6 +1,6 @@
 """Forward passes on a CPU by compiled kernels (`kernels.py`): of targets, and of drafts (DFlash, EAGLE-3, MTP, Medusa).
 
-They compute the layers of `native.py`, but from one array of packed weights, and write to the same cache.
+They compute the layers of `layers.py`, but from one array of packed weights, and write to the same cache.
 Activations are float32, whatever the weights are.
 """
 
@@ -19,18 +19,8 @@ from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward import kernels
 from dflash_bench.engine.forward.arrays import LAYER, Decoder, Placed, Projection, Store, Team, Workspace
 from dflash_bench.engine.forward.hf import PassInputs
-from dflash_bench.engine.forward.native import (
-    ACTIVATIONS,
-    Gated,
-    Layer,
-    Linear,
-    NativeForward,
-    Norm,
-    Product,
-    Tables,
-    linear_of,
-    rotary_tables,
-)
+from dflash_bench.engine.forward.layers import ACTIVATIONS, Gated, Layer, Linear, Norm, Product, Tables, linear_of
+from dflash_bench.engine.forward.native import NativeForward, rotary_tables
 from dflash_bench.engine.forward.tiles import LANES
 from dflash_bench.engine.lengths import Seen
 from dflash_bench.engine.masks import PassMask, ancestors

@@ -24,7 +24,7 @@ from dflash_bench.engine.forward.compiled import (
     seen_by,
     tables_of,
 )
-from dflash_bench.engine.forward.native import Tables
+from dflash_bench.engine.forward.layers import Tables
 from dflash_bench.engine.forward.native_drafts import (
     DFlashNetwork,
     Eagle3Network,

@@ -1,4 +1,4 @@
-"""The forward passes of DFlash and EAGLE-3 drafts by our own code, laid out like the target's (`native.py`).
+"""The forward passes of DFlash and EAGLE-3 drafts by our own code, laid out like the target's (`layers.py`).
 
 Up to rounding, they return the results of the networks in `models/nets` that they are made from, which stay usable.
 """
@@ -15,20 +15,18 @@ from transformers.cache_utils import Cache
 
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward.hf import CachedLayer
-from dflash_bench.engine.forward.native import (
+from dflash_bench.engine.forward.layers import (
     ACTIVATIONS,
     Layer,
     Linear,
     Norm,
     Product,
     Tables,
-    angles,
-    layer_of,
     linear_of,
     norm_of,
-    rotary_tables,
     rotate,
 )
+from dflash_bench.engine.forward.native import angles, layer_of, rotary_tables
 from dflash_bench.engine.lengths import Lengths, Seen
 from dflash_bench.engine.masks import fold_heads
 from dflash_bench.models.nets.bodies import BlockConvolution, BlockView, Mixing, filtered
@@ -136,7 +134,7 @@ class NativeDFlash(DFlashNetwork):
             joined_biases = join_weights([[linear.bias for linear in group] for group in projections])
             self.kv_bias, biases = joined_biases[:, None, num_queries:], list(joined_biases)
         k_norms = torch.stack([a.k_norm.weight for a in attention])[:, None, None, None]
-        self.key_norm = Norm(k_norms, config.rms_norm_eps, k_norms.dtype)
+        self.key_norm = Norm(k_norms, config.rms_norm_eps)
         self.is_joined = config.body.mixing is Mixing.JOINED and not config.body.own_context_weights
         if self.is_joined:
             self.fc, self.context_norm = linear_of(draft.fc), norm_of(draft.hidden_norm)
@@ -307,7 +305,9 @@ class PublishedMTP(MTPNetwork):
 
 
 class NativeMTP(MTPNetwork):
-    """Computes heads by our own code, laid out like the target's layers (`native.py`)."""
+    """Computes heads by our own code, laid out like the target's layers (`layers.py`)."""
+
+    is_steady = True
 
     def __init__(self, draft: MTPDraft) -> None:
         config = draft.config
@@ -315,8 +315,6 @@ class NativeMTP(MTPNetwork):
         self.layer = layer_of(draft.layer, FULL, config.num_heads, config.num_kv_heads, config.text.hidden_act)
         self.embedding_norm, self.hidden_norm = norm_of(draft.pre_fc_norm_embedding), norm_of(draft.pre_fc_norm_hidden)
         self.fc, self.norm = linear_of(draft.fc), norm_of(draft.norm)
-        # Experts need the host to route their tokens.
-        self.is_steady = not draft.has_experts
 
     def tables(self, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
         """Return cosines and signed sines of `length` positions."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dflash_bench.engine import loop
 from dflash_bench.engine.cache import KVCache
-from dflash_bench.engine.forward import compiled
+from dflash_bench.engine.forward import compiled, layers
 from dflash_bench.engine.forward.arrays import Placed
 from dflash_bench.engine.forward.compiled import CompiledForward
 from dflash_bench.engine.forward.hf import PassInputs, Recurrence
@@ -57,6 +57,7 @@ class Changed(PassMask):
         return self.built
 
 
+ATTEND_BESIDE = layers.attend_beside
 READ, PLACED_BY = CompiledForward.read, compiled.placed_by
 
 
@@ -398,6 +399,12 @@ def _state_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Recurrence, "commit", lambda *_: None)
 
 
+def _no_sinks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        layers, "attend_beside", lambda sinks, *rest: ATTEND_BESIDE(torch.full_like(sinks, -torch.inf), *rest)
+    )
+
+
 def _window(by: int) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
         from dflash_bench.engine import target
@@ -448,6 +455,7 @@ FAULTS = (
 """For a target of full attention, one row at a time."""
 ASKED = [fault.name for fault in FAULTS if any(word in fault.name for word in ("sees", "see ", "position", "logits"))]
 """Those in what a network is asked, or in what it said."""
+SINKS = (Fault("sinks left out", _no_sinks),)
 WINDOWS = (Fault("window one too wide", _window(1)), Fault("window one too narrow", _window(-1)))
 STATES = (Fault("recurrent state not taken back", _state_kept),)
 RAGGED = (

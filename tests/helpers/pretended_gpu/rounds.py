@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +11,7 @@ import torch
 
 from dflash_bench.engine import cache, lengths, loop, target
 from dflash_bench.engine.drafters import base, dflash
-from dflash_bench.engine.forward import native
+from dflash_bench.engine.forward import layers
 from helpers.pretended_gpu.pretend import Device
 from helpers.pretended_gpu.varlen import flash_attention
 
@@ -37,10 +37,10 @@ def watched_rounds() -> Iterator[Device]:
 
 
 @contextmanager
-def attention_by_lengths(attention: Any = flash_attention, within: Sequence[Any] = (native, base)) -> Iterator[None]:
+def attention_by_lengths(attention: Any = flash_attention) -> Iterator[None]:
     """Let passes attend by lengths, as they do on a GPU with flash attention."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(lengths, "flash_attention", attention))
-        for module in within:
-            stack.enter_context(patch.object(module, "attends_by_lengths", lambda *_: True))
+        stack.enter_context(patch.object(layers, "why_masked", lambda *_: None))
+        stack.enter_context(patch.object(base, "attends_by_lengths", lambda *_: True))
         yield
