@@ -1,6 +1,6 @@
 """The judge checks that an answer is the published model's own, with transformers' code and nothing of this engine.
 
-No cache, mask, tap, forward pass or penalty of ours is involved: the model reads tokens in one pass, or step by step
+No cache, mask, tap, forward pass or penalty of ours is involved: the model reads tokens in one pass, or a few at a time
 with the cache that transformers makes for it. The difference between the two forms is rounding, the only deviation that
 is excused; it does not depend on the engine being judged.
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ class Judge:
         self._keeps_some_logits = "logits_to_keep" in parameters
         self._cache = "cache" if "cache" in parameters else "past_key_values"
         """Its name in transformers, which changed in 5.24."""
+        # The audit of an answer, and other methods, ask for the same place again.
+        self._rounding = lru_cache(maxsize=16)(self._between_forms)
 
     def audit(self, prompt: Sequence[int], answer: Sequence[int], repetition_penalty: float = 1.0) -> Divergence | None:
         """Return where the model's own choice is furthest ahead of the answer; None if every token is its choice."""
@@ -92,13 +95,13 @@ class Judge:
         if not math.isfinite(gap):
             return Divergence(index)
         if gap > self.ceiling:
-            # Never excused, so rounding, which takes a pass for each of many places, need not be measured.
+            # Never excused, so rounding, which takes several passes, need not be measured.
             return Divergence(index, gap, self.ceiling)
-        rounding = self._rounding(text, pair, penalty)
+        rounding = self._rounding(tuple(text), pair, penalty)
         # NaN in one of the forms excuses nothing.
         return Divergence(index, gap, min(self.ceiling, MARGIN * rounding) if math.isfinite(rounding) else 0.0)
 
-    def _rounding(self, text: Sequence[int], pair: tuple[int, int], penalty: float) -> float:
+    def _between_forms(self, text: Sequence[int], pair: tuple[int, int], penalty: float) -> float:
         """Return how far the gap between two tokens' logits depends on the form of the pass, near the text's end."""
         places = min(STEPS, len(text))
         forms = [_penalised(form(text, places), text, penalty) for form in (self._in_one_pass, self._in_steps)]
@@ -112,13 +115,15 @@ class Judge:
 
     @torch.inference_mode()
     def _in_steps(self, text: Sequence[int], places: int) -> Tensor:
-        """Return the same logits, with all places but the first read one token at a time."""
-        steps = len(text) - places + 1
-        output = self.model(self._row(text[:steps]), use_cache=True, **self._kept(1))
+        """Return the same logits, with all places but the first read in passes of few tokens (`step_widths`)."""
+        start = len(text) - places + 1
+        output = self.model(self._row(text[:start]), use_cache=True, **self._kept(1))
         logits = [self._logits(output, 1)]
-        for token in text[steps:]:
-            output = self.model(self._row([token]), **{self._cache: getattr(output, self._cache)}, use_cache=True)
-            logits.append(self._logits(output, 1))
+        for width in step_widths(places - 1):
+            tokens = self._row(text[start : start + width])
+            output = self.model(tokens, **{self._cache: getattr(output, self._cache)}, use_cache=True)
+            logits.append(self._logits(output, width))
+            start += width
         return torch.cat(logits)
 
     def _row(self, tokens: Sequence[int]) -> Tensor:
@@ -130,6 +135,20 @@ class Judge:
     def _logits(self, output: Any, places: int) -> Tensor:
         logits: Tensor = output.logits[0, -places:].to(self.device)
         return logits
+
+
+def step_widths(num_tokens: int) -> Iterator[int]:
+    """Yield the widths of the passes over a text's last tokens: 1, 2, 4 and so on, as far as they fit, and the last 1.
+
+    Engines round in these widths: of one token in plain decoding, and of few to verify a draft. They move logits as far
+    as steps of a single token do (results/exactness/rounding.md), in 7 passes for 63 tokens.
+    """
+    width, left = 1, num_tokens
+    while left > 1:
+        yield min(width, left - 1)
+        left -= min(width, left - 1)
+        width *= 2
+    yield from [1] * left
 
 
 def _penalised(logits: Tensor, text: Sequence[int], penalty: float) -> Tensor:

@@ -56,8 +56,8 @@ HEAD = """# How far rounding moves what a target says, and what the judge allows
 {machine}, one thread. Every answer here is sound: decoded plainly, and
 from drafts of 3, 7 and 15 tokens of which every fifth is wrong. What the judge finds in them is rounding.
 
-- *two best tokens*: how far the judge's two forms (one pass; step by step) differ in the lead of the best token over
-  the second, in logits, over all tokens of the plain answers.
+- *two best tokens*: how far the judge's two forms (one pass; passes of few tokens) differ in the lead of the best token
+  over the second, in logits, over all tokens of the plain answers.
 - *leave plain*: answers that differ from the plain one; *not first choice*: answers with a token that is not the
   model's own in one pass.
 - *largest gap*: the furthest that such a token lies behind, *tolerance there* what the judge allows at that place

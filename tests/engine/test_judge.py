@@ -163,8 +163,34 @@ def with_forms_apart(monkeypatch: pytest.MonkeyPatch, off: float) -> tuple[Judge
     return judge, answer_of(model)[:at], (pair[0], pair[1])
 
 
+def test_64_places_are_read_in_eight_passes_and_no_place_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, at, *pair = twins("llama", 1e-7)
+    judge, widths = Judge(model), list[int]()
+    prompt = [*PROMPT, *([7] * 64), *answer_of(model)[:at]]
+    # Whatever the model makes of this prompt, it is torn between the pair.
+    logits = logits_after(model, prompt)
+    with torch.no_grad():
+        weight = model.get_output_embeddings().weight
+        weight[pair] *= float(2 * logits.max() / logits[pair[0]])
+    forward = model.forward
+
+    def counted(tokens: torch.Tensor, **options: Any) -> Any:
+        widths.append(tokens.shape[1])
+        return forward(tokens, **options)
+
+    monkeypatch.setattr(model, "forward", counted)
+    place = len(prompt)
+    divergence = judge.divergence(prompt, [pair[0]], [pair[1]])
+    assert divergence.verdict == "near_tie"
+    assert widths == [place, place, place - 63, 1, 2, 4, 8, 16, 31, 1]
+    widths.clear()
+    departures = [judge.audit(prompt, [token]) for token in pair]
+    worse = next((one for one in departures if one is not None), divergence)
+    assert widths == [place, place] and worse.tolerance == divergence.tolerance
+
+
 def test_what_no_rounding_excuses_is_not_measured_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which takes a pass for each place: every wrong answer would pay it."""
+    """Which takes several passes: every wrong answer would pay them."""
     model = tiny("qwen3")
     judge, answer = Judge(model), answer_of(model)
     monkeypatch.setattr(judge, "_in_steps", lambda *_: pytest.fail("asked in steps"))
