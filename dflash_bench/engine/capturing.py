@@ -157,8 +157,10 @@ MOST_COMPILED = 64
 
 def turn_by_copying(heads: Tensor, norm: Norm | None, tables: Tables) -> None:
     """Compute `layers.rotate` by copying, the only way in which a compiler can write into a part of a tensor."""
-    normed = heads if norm is None else norm(heads)
-    heads.copy_(torch.addcmul(normed * tables[0], normed.roll(heads.shape[-1] // 2, -1), tables[1]))
+    normed, size = heads if norm is None else norm(heads), tables[0].shape[-1]
+    turned = normed[..., :size]
+    turned = torch.addcmul(turned * tables[0], turned.roll(size // 2, -1), tables[1])
+    heads.copy_(turned if size == heads.shape[-1] else torch.cat([turned, normed[..., size:]], dim=-1))
 
 
 def gate(wide: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
@@ -258,7 +260,7 @@ def _refuse_unlike(usual: Layer, fused: Layer, num_tokens: int) -> None:
 
     num_turned = attention.num_heads + attention.num_kv
     heads = drawn(1, num_tokens, num_turned + attention.num_kv, attention.head_dim)
-    angles = drawn(1, num_tokens, 1, attention.head_dim)
+    angles = drawn(1, num_tokens, 1, attention.rotary_size or attention.head_dim)
     pair = [heads.clone(), heads.clone()]
     for layer, mine in zip((usual, fused), pair, strict=True):
         layer.attention.rotate(mine[:, :, :num_turned], attention.head_norm, (angles.cos(), angles.sin()))

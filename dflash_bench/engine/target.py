@@ -3,7 +3,7 @@
 Its network is computed by the publisher's code (`forward/hf.py`) or by our own (`forward/native.py`), for supported
 architectures; cache, positions and masks (`masks.py`) are ours. So rows of different lengths share one forward pass,
 and dropping rejected tokens costs nothing. Layers with a sliding window also cache the full length, and their mask
-limits them to the window; layers with a recurrent state roll it back (`forward/hf.py`).
+limits them to the window; recurrent states are taken back (`forward/hf.py`, `forward/delta.py`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class Network(Protocol):
 
     def read(self, inputs: PassInputs) -> tuple[Tensor, list[Tensor]]: ...
 
-    def commit(self, counts: Sequence[int]) -> None: ...
+    def commit(self, counts: Sequence[int], width: int) -> None:
+        """Keep the first counts[b] of the `width` tokens of row b of the last pass."""
+        ...
 
 
 @runtime_checkable
@@ -104,6 +106,8 @@ class Target:
         self.part = part_size(self.device)
         self.taps: tuple[int, ...] = ()
         self._cache: KVCache | None = None
+        self._uncommitted = 0
+        """Tokens per row of the last pass, if it is not yet decided which are kept."""
         self.graph_cache: GraphCache | None = None
         self.fallback: str | None = None
         """Why our own forward does not compute this target, as a phrase that begins with a verb; None if it does."""
@@ -153,7 +157,7 @@ class Target:
     @torch.inference_mode()
     def begin(self, num_rows: int, capacity: int) -> None:
         """Allocate `capacity` tokens in each of `num_rows` rows; buffers that are large enough are reused."""
-        capacity = capacity if self.graph_cache is None else bucket_of(capacity)
+        capacity, self._uncommitted = capacity if self.graph_cache is None else bucket_of(capacity), 0
         if self._cache is not None and self._cache.serves(num_rows, capacity):
             self.network.clear()
             return
@@ -258,6 +262,8 @@ class Target:
         assert parents is None or self.reads_trees, "open_backend refuses these"
         self.listener.passed()
         cache, width = self.cache, tokens.shape[1]
+        self.commit([self._uncommitted] * cache.num_rows)
+        self._uncommitted = width if counts is None else 0
         is_block = counts is None and keep_logits is ALL and not whole_block and len(starts) == cache.num_rows
         if self.graph_cache is not None and is_block:
             output = self._replayed(self.graph_cache, tokens, starts, parents)
@@ -341,7 +347,9 @@ class Target:
 
     def commit(self, counts: Sequence[int]) -> None:
         """Keep the first counts[b] tokens of row b of the last pass (0: it has ended, and is never read again)."""
-        self.network.commit(counts)
+        if self._uncommitted:
+            width, self._uncommitted = self._uncommitted, 0
+            self.network.commit(counts, width)
 
 
 def concat_taps(tapped: Sequence[Tensor], device: torch.device) -> Tensor | None:

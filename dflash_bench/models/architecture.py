@@ -11,7 +11,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.models.configs import optional
 
 RECURRENT = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-"""Hybrids of attention and the gated delta rule, whose state `engine/forward/hf.py` can roll back."""
+"""Hybrids of attention and the gated delta rule, whose state the engine can roll back."""
 
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
 """Targets whose attention reads the places that an indexer selects, by keys of its own with one entry per token."""

@@ -6,6 +6,7 @@ import copy
 import sys
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from dflash_bench.core.methods import parse
 from dflash_bench.engine.backend import open_backend
 from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.forward import hf
+from dflash_bench.engine.forward.delta import CHUNK, DeltaSizes, DeltaStates, Written, read_all
 from dflash_bench.engine.forward.hf import HFForward, KeptTokens, advance
+from dflash_bench.engine.forward.native import NativeForward
 from dflash_bench.engine.target import Target
 from dflash_bench.models.loading import Models
 from dflash_bench.models.presets import Preset
@@ -129,12 +132,18 @@ def the_rules_are_left_alone() -> Iterator[None]:
     assert len(RULES) == 2 and all(NAMES[name] is rule for name, rule in RULES.items())
 
 
+RECURRENT = [*HYBRID, *(kind for kind in OURS if OURS[kind] in HYBRID)]
+
+
 def states(target: Target) -> list[tuple[Tensor, Tensor]]:
+    if isinstance(target.network, NativeForward):
+        assert target.network.states is not None
+        return [*zip(target.network.states.inputs, target.network.states.memory, strict=True)]
     assert isinstance(target.network, HFForward) and target.network._recurrence is not None
     return [(state.conv_states[0], state.recurrent_states[0]) for state in target.network._recurrence.states.values()]
 
 
-@each("kind", HYBRID)
+@each("kind", RECURRENT)
 def test_what_was_not_kept_leaves_no_trace_in_any_state(kind: str) -> None:
     prompts, blocks, counts = PROMPTS[:3], torch.arange(60, 75).view(3, 5), [2, 5, 1]
     target = opened(kind)
@@ -189,6 +198,37 @@ def test_a_pass_that_breaks_off_leaves_the_rules_as_they_were() -> None:
         target.forward(torch.tensor([[1, 2]]), [0])
 
 
+@each(
+    ("num_tokens", "begins"), [(1, [0]), (CHUNK, [0]), (CHUNK + 5, [0]), (9, [0, 4]), (CHUNK * 2 + 3, [0, CHUNK + 1])]
+)
+def test_our_rule_reads_and_writes_as_the_published_rule_in_one_pass_or_more(
+    num_tokens: int, begins: list[int]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    q, k, v = drawn(2, num_tokens, 4, 8), drawn(2, num_tokens, 4, 8), drawn(2, num_tokens, 4, 6)
+    q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+    g, beta = -drawn(2, num_tokens, 4).exp() / 9, drawn(2, num_tokens, 4).sigmoid()
+    sizes = DeltaSizes(num_layers=1, num_keys=4, num_values=4, key_size=8, value_size=6, kernel=1)
+    states = DeltaStates(sizes, 2, torch.float32, torch.device("cpu"))
+    states.memory.copy_(drawn(1, 2, 4, 8, 6))
+    expected, after = RULES["torch_recurrent_gated_delta_rule"](
+        q, k, v, g=g, beta=beta, initial_state=states.memory[0].clone(), output_final_state=True
+    )
+    said = []
+    for begin, end in pairwise([*begins, num_tokens]):
+        parts = [x[:, begin:end].transpose(1, 2) for x in (q * 8**-0.5, k, v, g, beta)]
+        out, *written = read_all(states.memory[0], *parts)
+        said.append(out)
+        states.keep(0, Written(parts[1], *written, torch.zeros(2, end - begin, sum(sizes.split))))
+        states.commit([end - begin] * 2, end - begin)
+    assert torch.allclose(torch.cat(said, dim=2).transpose(1, 2), expected, atol=1e-5, rtol=1e-4)
+    assert torch.allclose(states.memory[0], after, atol=1e-5, rtol=1e-4)
+
+
 def test_two_recurrent_targets_of_one_class_take_turns() -> None:
     kind = "qwen3.5"
     first, second = opened(kind), Target(copy.deepcopy(made(kind)))
@@ -197,8 +237,8 @@ def test_two_recurrent_targets_of_one_class_take_turns() -> None:
         assert run(target, drafter, PROMPTS[:2], NEW).tokens == answers(kind)[:2]
 
 
-def test_nan_in_a_state_does_not_outlive_its_generation() -> None:
-    kind = "qwen3.5"
+@each("kind", ["qwen3.5", "ours: qwen3.5"])
+def test_nan_in_a_state_does_not_outlive_its_generation(kind: str) -> None:
     target = opened(kind)
     expected = run(target, NoDrafter(), PROMPTS[:2], NEW).tokens
     with torch.inference_mode():

@@ -16,7 +16,7 @@ from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.rows import Limits
 from helpers.each import each
 from helpers.faults import matrix
-from helpers.faults.in_engine import ASKED, FAULTS, RAGGED, SINKS, STATES, WINDOWS, Fault
+from helpers.faults.in_engine import ASKED, FAULTS, OUR_STATES, RAGGED, SINKS, STATES, WINDOWS, Fault
 from helpers.faults.matrix import Part, Way
 from helpers.tiny_architectures import ATTENTION, HYBRID, OURS, made, opened
 from helpers.toy import Letters, Scripted, sometimes_wrong
@@ -171,8 +171,11 @@ def test_sinks_that_are_left_out_are_found(fault: Fault, kind: str) -> None:
     assert_found(fault, kind, PROMPT)
 
 
-@each("fault", STATES)
-@each("kind", HYBRID)
+@each(
+    ("fault", "kind"),
+    [(fault, kind) for fault in STATES for kind in HYBRID]
+    + [(fault, kind) for fault in OUR_STATES for kind in OURS if OURS[kind] in HYBRID],
+)
 def test_a_recurrent_state_that_is_not_taken_back_is_found(fault: Fault, kind: str) -> None:
     assert_found(fault, kind, PROMPT)
 

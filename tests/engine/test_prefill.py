@@ -21,7 +21,7 @@ from dflash_bench.engine.target import Output, Target
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from helpers.drafts.tiny import EAGLE3, eagle3_drafter, enlarged
 from helpers.each import each
-from helpers.tiny_architectures import ATTENTION, HYBRID, made
+from helpers.tiny_architectures import ATTENTION, HYBRID, OURS, made, opened
 from helpers.toy import generated, run, tiny
 
 PROMPTS = [list(range(2, 24)), [5], [3, 4, 5, 6, 7, 8, 9, 10], [i * 7 % 97 for i in range(17)]]
@@ -30,7 +30,7 @@ WAYS: dict[str, Callable[[], Target]] = {
     "native, a window": lambda: target_of(made("a window, two rotary tables"), "native"),
     "transformers": lambda: Target(tiny("qwen3")),
     "learned positions": lambda: Target(tiny("gpt2")),
-    **{kind: lambda kind=kind: Target(made(kind)) for kind in (*ATTENTION, *HYBRID)},  # type: ignore[misc]
+    **{kind: lambda kind=kind: opened(kind) for kind in (*ATTENTION, *HYBRID, *OURS)},  # type: ignore[misc]
 }
 
 

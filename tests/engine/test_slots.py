@@ -23,7 +23,7 @@ from dflash_bench.engine.target import Target
 from dflash_bench.models import presets
 from helpers.each import each
 from helpers.nano import encoded, models
-from helpers.tiny_architectures import HYBRID, made
+from helpers.tiny_architectures import HYBRID, made, opened
 from helpers.toy import Scripted, TableTarget, Tree, generated, plain, sometimes_wrong
 
 VOCAB, STOPS = 23, frozenset({3})
@@ -146,14 +146,14 @@ def test_random_numbers_and_penalties_belong_to_the_prompt(num_rows: int) -> Non
 NETWORK_PROMPTS = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11], list(range(2, 24)), [90, 1, 90], [8] * 7, [17, 3]]
 
 
-@each("kind", HYBRID)
+@each("kind", [*HYBRID, "ours: qwen3.5"])
 def test_states_of_recurrent_layers_begin_anew_and_the_others_stay(kind: str) -> None:
     model = made(kind)
     answers = [generated(model, prompt, 9) for prompt in NETWORK_PROMPTS]
     known = [[*prompt, *answer, *[0] * 9] for prompt, answer in zip(NETWORK_PROMPTS, answers, strict=True)]
     drafts, limits = Scripted(known, 4, sometimes_wrong(0.7, 97)), Limits(9)
     for drafter, num_rows in ((NoDrafter(), 2), (drafts, 1), (drafts, 4)):
-        rounds = list(decode(Target(model), drafter, NETWORK_PROMPTS, limits, Sampling(), HostClock(), None, num_rows))
+        rounds = list(decode(opened(kind), drafter, NETWORK_PROMPTS, limits, Sampling(), HostClock(), None, num_rows))
         assert tokens_of(rounds, 6) == answers
 
 

@@ -63,6 +63,8 @@ from helpers.native_kinds import KINDS
 from helpers.pretended_gpu.pretend import Device, DeviceTensor, WaitError, moved
 from helpers.pretended_gpu.rounds import attention_by_lengths, watched_rounds
 from helpers.pretended_gpu.varlen import flash_attention
+from helpers.tiny_architectures import made as recurrent
+from helpers.tiny_architectures import opened
 from helpers.toy import Decoded, Scripted, run, sometimes_wrong, tiny
 
 NEW = 8
@@ -419,6 +421,19 @@ def test_experts_are_captured_unless_the_host_looks_them_up(
     assert (graphs.num_replayed, graphs.why_not) == (int(why_not is None), why_not)
     assert isinstance(usual, DeviceTensor) and isinstance(replayed, DeviceTensor)
     assert torch.allclose(replayed.inner, usual.inner, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_recurrent_states_advance_beside_captured_passes(device: Device, num_rows: int) -> None:
+    expected = run(opened("ours: qwen3.5"), NoDrafter(), PROMPTS[:num_rows], NEW).tokens
+    texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=False)]
+    target = native(recurrent("qwen3.5"), moved)
+    target.graph_cache = graphs = GraphCache(device.capture)
+    for _ in range(3):
+        scripted = Scripted(texts, 3, sometimes_wrong(0.6, 97))
+        drafter = Knowing(METHODS["dflash"](target, moved), scripted)
+        assert run(target, drafter, PROMPTS[:num_rows], NEW).tokens == expected
+    assert graphs.num_replayed > 0 and graphs.why_not is None
 
 
 # Planted faults: each makes the host wait.

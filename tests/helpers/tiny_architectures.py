@@ -168,7 +168,10 @@ def _made(kind: str) -> Any:
     return model
 
 
-OURS = {f"ours: {kind}": kind for kind in ["experts, sinks, every other layer a window"]}
+OURS = {
+    f"ours: {kind}": kind
+    for kind in ("experts, sinks, every other layer a window", "qwen3.5", "qwen3.5, experts", "qwen3-next")
+}
 """Kinds whose passes differ from the usual ones, by our own code."""
 
 

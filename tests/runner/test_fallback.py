@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from dflash_bench.engine import selection
+from dflash_bench.engine.forward.native import COVERED
 from dflash_bench.models.presets import NANO
 from dflash_bench.report import words as report_words
 from dflash_bench.results.run_info import read_info
@@ -19,7 +20,7 @@ from helpers.runs import known
 from helpers.tiny import TOKENIZER, VOCABULARY
 from helpers.toy import tiny
 
-REASON = "does not cover this target: gpt2 is not among gemma, gemma3_text, llama, mistral, qwen2, qwen3, qwen3_moe"
+REASON = f"does not cover this target: gpt2 is not among {', '.join(COVERED)}"
 
 
 @pytest.fixture(scope="module")

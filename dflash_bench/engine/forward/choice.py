@@ -37,6 +37,8 @@ def why_not_compiled(native: NativeForward) -> str | None:
     head: Any = native.head
     if type(head) not in (nn.Linear, Int8Linear):
         return "its head is not a plain linear layer"
+    if native.recurrent:
+        return "it has recurrent layers"
     return why_not_layers(native.layers)
 
 
@@ -51,6 +53,8 @@ def why_not_layers(layers: Sequence[Layer]) -> str | None:
         return f"its weights are {dtype_name(weight.dtype)}"
     if any(isinstance(layer.feed, Experts) for layer in layers):
         return "it has experts"
+    if shape.is_gated or shape.rotary_size is not None:
+        return "its attention is gated, or rotates a part of each head"
     if shape.head_dim % 8 or shape.num_heads * shape.head_dim % 16:
         return f"its heads are of size {shape.head_dim}"
     return None

@@ -373,7 +373,7 @@ class CompiledForward:
     def clear(self) -> None:
         pass
 
-    def commit(self, counts: Sequence[int]) -> None:
+    def commit(self, counts: Sequence[int], width: int) -> None:
         """Do nothing: keys and values beyond a row's end are overwritten."""
 
     def _windows(self, mask: PassMask) -> tuple[int | None, ...]:

@@ -305,7 +305,7 @@ class HFForward:
             )
         return out.logits, [self._tapped[i] for i in self._taps]
 
-    def commit(self, counts: Sequence[int]) -> None:
+    def commit(self, counts: Sequence[int], width: int) -> None:
         """Roll back recurrent states; keys and values beyond a row's end are simply overwritten."""
         if self._recurrence is not None:
             self._recurrence.commit(counts)

@@ -114,8 +114,15 @@ class Gated:
 
 
 def rotate(heads: Tensor, norm: Norm | None, tables: Tables) -> None:
-    """Norm heads [..., N, heads, D] and rotate them by their positions, in place."""
-    normed = heads if norm is None else norm(heads)
+    """Norm heads [..., N, heads, D] and rotate them by their positions, in place.
+
+    If the tables are narrower than the heads, only so much at the front of a head is rotated.
+    """
+    normed, size = heads if norm is None else norm(heads), tables[0].shape[-1]
+    if size < heads.shape[-1]:
+        if norm is not None:
+            heads[..., size:] = normed[..., size:]
+        heads, normed = heads[..., :size], normed[..., :size]
     torch.addcmul(normed * tables[0], normed.roll(heads.shape[-1] // 2, -1), tables[1], out=heads)
 
 
@@ -138,6 +145,10 @@ class Attention:
     sinks: Tensor | None = None
     """[heads], scores that join the sum of each head's softmax, without a value."""
     value_scale: float = 1.0
+    is_gated: bool = False
+    """Whether each head of queries is followed by a gate [D], whose sigmoid scales the head's result."""
+    rotary_size: int | None = None
+    """How much of a head is rotated, if not all."""
 
     def __call__(
         self, index: int, normed: Tensor, shape: torch.Size, tables: Tables, seen: Seen, cache: KVCache
@@ -147,7 +158,19 @@ class Attention:
         `shape` is (B, N), a mask is folded (`masks.fold_heads`), and `index` the layer's in the cache.
         """
         rows, width = shape
-        mixed = self.qkv(normed).view(rows, width, -1, self.head_dim)
+        mixed, gates = self.qkv(normed).view(rows, width, -1, self.head_dim), None
+        if self.is_gated:
+            wide = mixed[:, :, : 2 * self.num_heads]
+            gates = wide[:, :, 1::2].reshape(rows * width, -1)
+            mixed = torch.cat([wide[:, :, ::2], mixed[:, :, 2 * self.num_heads :]], dim=2)
+        attended = self._attended(index, mixed, tables, seen, cache)
+        return attended if gates is None else gates.sigmoid_().mul_(attended)
+
+    def _attended(self, index: int, mixed: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
+        """Return the heads' results [B * N, heads * D], before their gates, for queries, keys and values
+        [B, N, heads, D].
+        """
+        rows, width = mixed.shape[:2]
         # Queries, keys and values lie side by side, so queries and keys are normed and rotated in one go, in place.
         self.rotate(mixed[:, :, : self.num_heads + self.num_kv], self.head_norm, tables)
         queries = mixed[:, :, : self.num_heads].view(rows, width, self.num_kv, -1, self.head_dim)
@@ -253,14 +276,14 @@ def head_norm_of(attention: Any, num_heads: int, num_kv: int) -> Norm:
     return Norm(weight, _eps(q_norm))
 
 
-def _is_gemma(module: Any) -> bool:
-    return type(module).__name__.startswith("Gemma")
+AROUND_ONE = ("GemmaRMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
+"""Norms that store the difference of their factor from 1, and add 1 in float32."""
 
 
 def _scale(module: Any) -> Tensor:
-    """Return the factor of a norm: Gemma stores its difference from 1, and adds 1 in float32."""
+    """Return the factor of a norm."""
     weight: Tensor = module.weight.detach()
-    return 1 + weight.float() if _is_gemma(module) else weight
+    return 1 + weight.float() if type(module).__name__ in AROUND_ONE else weight
 
 
 def _eps(module: Any) -> float:

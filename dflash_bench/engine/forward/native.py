@@ -1,6 +1,7 @@
 """The target's forward pass by our own code: the usual decoder layer with little between its matrix products.
 
-The layers are those of `layers.py`. The model itself stays usable.
+The layers are those of `layers.py`; some architectures have experts (`experts.py`) or recurrent states (`delta.py`).
+The model itself stays usable.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_bench.engine.cache import KVCache
+from dflash_bench.engine.forward.delta import DeltaStates, recurrent_layer_of
 from dflash_bench.engine.forward.experts import experts_of, why_not_experts
 from dflash_bench.engine.forward.hf import PassInputs
 from dflash_bench.engine.forward.layers import (
@@ -20,6 +22,7 @@ from dflash_bench.engine.forward.layers import (
     Attention,
     Layer,
     Linear,
+    NativeFeedForward,
     Product,
     Tables,
     gated_of,
@@ -29,7 +32,7 @@ from dflash_bench.engine.forward.layers import (
 )
 from dflash_bench.engine.lengths import Seen, pass_lengths
 from dflash_bench.engine.masks import PassMask, fold_kinds
-from dflash_bench.models.architecture import decoder_layers, final_norm
+from dflash_bench.models.architecture import decoder_layers, final_norm, recurrent_layers
 from dflash_bench.models.configs import optional
 from dflash_bench.models.quantization import Int8Linear
 from dflash_bench.models.weights import lay_out
@@ -43,11 +46,15 @@ def layer_of(
     activation: str,
     scale: float | None = None,
     qkv: Linear | None = None,
+    rotary_size: int | None = None,
 ) -> Layer:
-    """Lay out a module's layer. `scale` applies to attention scores (default: D^-0.5); give `qkv` if it is joined."""
+    """Lay out a module's layer. `scale` applies to attention scores (default: D^-0.5); give `qkv` if it is joined.
+
+    `rotary_size` is how much of a head is rotated, if not all.
+    """
     attention, mlp = layer.self_attn, layer.mlp
     is_sandwich = hasattr(layer, "pre_feedforward_layernorm")
-    head_dim = attention.q_proj.weight.shape[0] // num_heads
+    head_dim = attention.k_proj.weight.shape[0] // num_kv
     mixing = Attention(
         qkv=qkv or linear_of(attention.q_proj, attention.k_proj, attention.v_proj),
         head_norm=head_norm_of(attention, num_heads, num_kv) if hasattr(attention, "q_norm") else None,
@@ -57,6 +64,8 @@ def layer_of(
         head_dim=head_dim,
         scale=scale or head_dim**-0.5,
         sinks=attention.sinks.detach() if hasattr(attention, "sinks") else None,
+        is_gated=attention.q_proj.weight.shape[0] == 2 * num_heads * head_dim,
+        rotary_size=rotary_size,
     )
     return Layer(
         kind=kind,
@@ -64,12 +73,25 @@ def layer_of(
         attention=mixing,
         after_attention=norm_of(layer.post_attention_layernorm) if is_sandwich else None,
         feed_norm=norm_of(layer.pre_feedforward_layernorm if is_sandwich else layer.post_attention_layernorm),
-        feed=gated_of(mlp, activation) if hasattr(mlp, "gate_proj") else experts_of(mlp, activation),
+        feed=feed_of(mlp, activation),
         after_feed=norm_of(layer.post_feedforward_layernorm) if is_sandwich else None,
     )
 
 
-COVERED = ("gemma", "gemma3_text", "gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+def feed_of(mlp: Any, activation: str) -> NativeFeedForward:
+    return gated_of(mlp, activation) if hasattr(mlp, "gate_proj") else experts_of(mlp, activation)
+
+
+def rotary_size(config: Any) -> int | None:
+    """Return how much of each head is rotated, or None if all of it is."""
+    factor = (optional(config, "rope_parameters") or {}).get("partial_rotary_factor", 1.0)
+    return None if factor == 1 else int(config.head_dim * factor)
+
+
+COVERED = (
+    *("gemma", "gemma3_text", "gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+)
 TABLES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary angles that depend on the position alone, and not on the length of the text."""
 SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -125,9 +147,19 @@ class NativeForward:
         heads = config.num_attention_heads, config.num_key_value_heads
         scalar = optional(config, "query_pre_attn_scalar")
         scale = None if scalar is None else scalar**-0.5
+        activation, places = _activation(config), recurrent_layers(config)
         self.layers = [
-            layer_of(layer, kind, *heads, _activation(config), scale) for layer, kind in zip(layers, kinds, strict=True)
+            layer_of(layer, kind, *heads, activation, scale, rotary_size=rotary_size(config))
+            for index, (layer, kind) in enumerate(zip(layers, kinds, strict=True))
+            if index not in places
         ]
+        """The layers with attention."""
+        self.recurrent = {
+            index: recurrent_layer_of(layers[index], place, len(places), feed_of(layers[index].mlp, activation))
+            for place, index in enumerate(places)
+        }
+        """The other layers, by index."""
+        self.states: DeltaStates | None = None
         self.by_lengths = False
         self._taps: frozenset[int] = frozenset()
         self._order: tuple[int, ...] = ()
@@ -137,22 +169,29 @@ class NativeForward:
 
     def serve(self, cache: KVCache, device: torch.device) -> None:
         """Write into this cache from now on; prepare rotary tables for all of its places."""
-        kinds = dict.fromkeys(layer.kind for layer in self.layers)
-        self.cache, self._tables = (
-            cache,
-            rotary_tables(self.rotary, kinds, cache.capacity, self.embedding.weight.dtype, device),
-        )
-        self.by_lengths = self.layers[0].attention.why_masked(device, self.embedding.weight.dtype) is None
+        kinds, dtype = dict.fromkeys(layer.kind for layer in self.layers), self.embedding.weight.dtype
+        self.cache, self._tables = cache, rotary_tables(self.rotary, kinds, cache.capacity, dtype, device)
+        self.states = None
+        self.by_lengths = self.layers[0].attention.why_masked(device, dtype) is None
+        for layer in self.recurrent.values():
+            self.states = self.states or DeltaStates(layer.delta.sizes, cache.num_rows, dtype, device)
 
     def clear(self) -> None:
-        pass
+        if self.states is not None:
+            self.states.clear()
 
-    def commit(self, counts: Sequence[int]) -> None:
-        """Do nothing: keys and values beyond a row's end are overwritten."""
+    def commit(self, counts: Sequence[int], width: int) -> None:
+        """Advance recurrent states; keys and values beyond a row's end are simply overwritten."""
+        if self.states is not None:
+            self.states.commit(counts, width)
 
     def read(self, inputs: PassInputs) -> tuple[Tensor, list[Tensor]]:
         """Return logits [B, N or fewer, V] and the output of each tapped layer [B, N, H]; the cache holds the rows."""
-        x, tapped = self.through(inputs.tokens, inputs.positions, inputs.mask)
+        if self.states is None:
+            x, tapped = self.through(inputs.tokens, inputs.positions, inputs.mask)
+        else:
+            with self.states.expecting(inputs.counts, inputs.rows, begins=not any(inputs.mask.starts)):
+                x, tapped = self.through(inputs.tokens, inputs.positions, inputs.mask)
         keep = inputs.keep_logits
         return self.logits(x[:, -keep:] if isinstance(keep, int) else x[:, keep]), tapped
 
@@ -169,8 +208,13 @@ class NativeForward:
         seen = self._seen(mask)
         # All tokens of all rows in one dimension, [B * N, H]; only attention needs their rows.
         x, tapped = self.embedding(tokens).flatten(0, 1), {}
-        for index, layer in enumerate(self.layers):
-            x = layer(index, x, shape, tables[layer.kind], seen[layer.kind], self.cache)
+        layers = iter(self.layers)
+        for index in range(len(self.layers) + len(self.recurrent)):
+            if index in self.recurrent and self.states is not None:
+                x = self.recurrent[index](x, shape, self.states)
+            else:
+                layer = next(layers)
+                x = layer(index, x, shape, tables[layer.kind], seen[layer.kind], self.cache)
             if index in self._taps:
                 tapped[index] = x.clone().view(*shape, -1)
         return x.view(*shape, -1), [tapped[i] for i in self._order]

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from dflash_bench.engine import loop
 from dflash_bench.engine.cache import KVCache
-from dflash_bench.engine.forward import compiled, layers
+from dflash_bench.engine.forward import compiled, delta, layers
 from dflash_bench.engine.forward.arrays import Placed
 from dflash_bench.engine.forward.compiled import CompiledForward
-from dflash_bench.engine.forward.hf import PassInputs, Recurrence
+from dflash_bench.engine.forward.delta import DeltaStates
+from dflash_bench.engine.forward.hf import KeptTokens, PassInputs, Recurrence
 from dflash_bench.engine.masks import Masks, PassMask
 from dflash_bench.engine.rows import Slot
 from dflash_bench.engine.sampling import Sampler
@@ -397,6 +398,21 @@ def _limit_ignored_by_one(patch: pytest.MonkeyPatch) -> None:
 
 def _state_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Recurrence, "commit", lambda *_: None)
+    commit = DeltaStates.commit
+
+    def everything(self: DeltaStates, counts: Sequence[int], width: int) -> None:
+        commit(self, [width] * len(counts), width)
+
+    patch.setattr(DeltaStates, "commit", everything)
+
+
+def _decay_of_the_token_before(patch: pytest.MonkeyPatch) -> None:
+    decays = delta._decays
+
+    def shifted(total: Tensor, kept: KeptTokens) -> tuple[Tensor, Tensor]:
+        return decays(torch.nn.functional.pad(total, (1, 0))[..., :-1], kept)
+
+    patch.setattr(delta, "_decays", shifted)
 
 
 def _no_sinks(patch: pytest.MonkeyPatch) -> None:
@@ -458,6 +474,7 @@ ASKED = [fault.name for fault in FAULTS if any(word in fault.name for word in ("
 SINKS = (Fault("sinks left out", _no_sinks),)
 WINDOWS = (Fault("window one too wide", _window(1)), Fault("window one too narrow", _window(-1)))
 STATES = (Fault("recurrent state not taken back", _state_kept),)
+OUR_STATES = (*STATES, Fault("decay of the token before", _decay_of_the_token_before))
 RAGGED = (
     Fault("logits of another row of the batch", _logits(_next_sequence, least=1)),
     Fault("mask of the first row for all", _first_row_for_all),

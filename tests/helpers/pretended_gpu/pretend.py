@@ -338,7 +338,8 @@ def _view(x: Tensor, index: tuple[Any, ...]) -> tuple[Tensor, list[Tensor | None
         if part is None:
             x, dim = aten.unsqueeze.default(x, dim), dim + 1
         elif part is Ellipsis:
-            dim += x.ndim - sum(p is None for p in index[: index.index(part)]) - num_dims
+            before = index[: index.index(part)]
+            dim += x.ndim - sum(p is None for p in before) + sum(isinstance(p, int) for p in before) - num_dims
         elif isinstance(part, slice):
             if part != slice(None):
                 x = aten.slice.Tensor(x, dim, part.start, part.stop, part.step or 1)
