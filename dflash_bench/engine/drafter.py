@@ -96,6 +96,44 @@ class Captures(Protocol):
     def capture(self, shortest: int, longest: int) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A verified chain of N drafted tokens, held by the device alone, for B rows; see `Committed`."""
+
+    hidden: Tensor
+    """[B, N + 1, K * H] at the places starts[b] ..., of which the first num_accepted[b] + 1 count."""
+    tokens: Tensor
+    """[B, N + 1], the tokens that follow these places."""
+    starts: Tensor
+    num_accepted: Tensor
+    newest: Tensor
+    """[B, 2], the new anchor and the token before it, which is first."""
+
+
+@runtime_checkable
+class SteadyDrafter(Drafter, Captures, Protocol):
+    """A drafter of chains that needs nothing but shapes from the host for a round (`steady.py`).
+
+    `drafted_at` does the work of `propose`, and `kept_at` that of `observe` after a round; prompts come to `observe`.
+    Both write to tensors that stay where they are until the drafter's cache is allocated anew.
+    """
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether this holds for its options and the current sampler."""
+        ...
+
+    def reach(self, starts: Sequence[int]) -> int:
+        """Return how many places of its cache both passes cover, given the rows' starts; or `graphs.WHOLE`."""
+        ...
+
+    def drafted_at(self, num_places: int, anchor: Tensor, starts: Tensor) -> Tensor:
+        """Return the tokens [B, N] drafted behind anchors [B], which stand at these starts [B]."""
+        ...
+
+    def kept_at(self, num_places: int, kept: Kept) -> None: ...
+
+
 @runtime_checkable
 class Compiles(Protocol):
     """A drafter whose network can be computed by compiled kernels (`forward/compiled.py`)."""

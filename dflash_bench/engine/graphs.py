@@ -36,6 +36,7 @@ REPLAY_TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1
 
 Function = Callable[..., tuple[Tensor, ...]]
 """(places that attention covers, inputs...) -> results, all [B, ...]; an input [B] holds the rows' starts."""
+Fixed = Callable[[], tuple[Tensor, ...]]
 Replay = Callable[[], tuple[Tensor, ...]]
 Capture = Callable[[Callable[..., tuple[Tensor, ...]], Sequence[Tensor]], Replay]
 """Captures a function of these buffers, whose addresses stay fixed."""
@@ -54,19 +55,21 @@ def bucket_of(num_places: int) -> int:
 class _Pass:
     """A pass that has been run; `examples` are its inputs at that time.
 
-    `places` is how many it covered: ANY if it does not read the KV cache, or WHOLE.
+    `places` is how many it covered: ANY if it does not read the KV cache, or WHOLE. `fixed` returns its inputs if they
+    have fixed addresses of their own, for the current number of rows.
     """
 
     function: Function
     examples: tuple[Tensor, ...]
     places: int
+    fixed: Fixed | None = None
 
 
 class _CapturedPass:
     def __init__(
         self, capture: Capture, known: _Pass, num_rows: int, num_places: int, tolerances: Mapping[torch.dtype, float]
     ) -> None:
-        self.inputs = tuple(example.new_zeros((num_rows, *example.shape[1:])) for example in known.examples)
+        self.inputs = known.fixed() if known.fixed else _new_buffers(known.examples, num_rows)
         # A new cache allocates its buffers at the first write, which must not be captured.
         known.function(num_places, *self.inputs)
         self.replay = capture(partial(known.function, num_places), self.inputs)
@@ -79,8 +82,13 @@ class _CapturedPass:
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         for buffer, value in zip(self.inputs, inputs, strict=True):
-            buffer.copy_(value, non_blocking=True)
+            if value is not buffer:
+                buffer.copy_(value, non_blocking=True)
         return self.replay()
+
+
+def _new_buffers(examples: Sequence[Tensor], num_rows: int) -> tuple[Tensor, ...]:
+    return tuple(example.new_zeros((num_rows, *example.shape[1:])) for example in examples)
 
 
 class GraphCache:
@@ -114,27 +122,24 @@ class GraphCache:
         """Return True if the short passes around the long ones are captured, too: launch overhead dominates them."""
         return not self.is_whole
 
-    def replay(self, key: Hashable, function: Function, num_places: int, *inputs: Tensor) -> tuple[Tensor, ...] | None:
+    def replay(
+        self, key: Hashable, function: Function, num_places: int, *inputs: Tensor, fixed: Fixed | None = None
+    ) -> tuple[Tensor, ...] | None:
         """Return the results, valid until the next call, or None if this pass has not been captured.
 
-        `key` identifies the pass up to its number of rows; `num_places` may be ANY or WHOLE.
+        `key` identifies the pass up to its number of rows; `num_places` may be ANY or WHOLE. If the inputs are those
+        that `fixed` returns, the pass reads and writes them where they are; otherwise they are copied.
         """
-        captured = self._captured.get((key, self._bucket(num_places)))
+        captured = self._captured.get((key, self.bucket(num_places)))
         if captured is not None:
             self.num_replayed += 1
             return captured(inputs)
-        if not self.knows(key):
-            self.note(key, function, num_places, *inputs)
+        if key not in self._known:
+            # It is captured before the next answer; the inputs of this call test the capture.
+            device = inputs[0].device
+            examples = tuple(value.to(device, non_blocking=True, copy=True) for value in inputs)
+            self._known[key] = _Pass(function, examples, num_places, fixed)
         return None
-
-    def knows(self, key: Hashable) -> bool:
-        return key in self._known
-
-    def note(self, key: Hashable, function: Function, num_places: int, *inputs: Tensor) -> None:
-        """Register a pass to capture before the next answer, with inputs to test the capture."""
-        device = inputs[0].device
-        examples = tuple(value.to(device, non_blocking=True, copy=True) for value in inputs)
-        self._known[key] = _Pass(function, examples, num_places)
 
     def reset(self, capacity: int) -> None:
         """Drop all captures: the KV cache has new buffers, of `capacity` places."""
@@ -155,16 +160,17 @@ class GraphCache:
         missing = [
             (key, places)
             for key, known in self._known.items()
-            if wanted(key) and self._may_try(key)
+            if wanted(key) and self.may_try(key)
             for places in self._buckets(known.places, shortest, longest)
             if (key, places) not in self._captured
         ]
         for key, places in missing:
-            if self._may_try(key):
+            if self.may_try(key):
                 self._try(key, num_rows, places)
         return bool(missing)
 
-    def _may_try(self, key: Hashable) -> bool:
+    def may_try(self, key: Hashable) -> bool:
+        """Return False if the pass could not be captured."""
         return not self._has_given_up and key not in self._refused
 
     def _try(self, key: Hashable, num_rows: int, num_places: int) -> None:
@@ -186,7 +192,8 @@ class GraphCache:
             logging.getLogger(__name__).warning("passes are not captured: %s", self.why_not)
         self.spent_s += time.perf_counter() - begin
 
-    def _bucket(self, num_places: int) -> int:
+    def bucket(self, num_places: int) -> int:
+        """Return how many places the captured pass over `num_places` covers; ANY or WHOLE may be given."""
         if num_places == ANY:
             return ANY
         return self._capacity if self.is_whole or num_places == WHOLE else bucket_of(num_places)
@@ -194,10 +201,10 @@ class GraphCache:
     def _buckets(self, covered: int, shortest: int, longest: int) -> list[int]:
         """Return the buckets for `shortest` to `longest` places; `covered` may be ANY or WHOLE."""
         if covered in (ANY, WHOLE):
-            return [self._bucket(covered)]
+            return [self.bucket(covered)]
         buckets, places = [], shortest
         while places <= longest:
-            buckets.append(self._bucket(places))
+            buckets.append(self.bucket(places))
             places = buckets[-1] + 1
         return buckets
 

@@ -18,6 +18,7 @@ from dflash_bench.core.types import NOBODY, Listener
 from dflash_bench.engine.drafter import Captures, Committed, Drafter, StandAlone
 from dflash_bench.engine.rows import Clock, DecodingError, HostClock, Limits, Lists, Round, Slot, to_host
 from dflash_bench.engine.sampling import Sampler, Sampling
+from dflash_bench.engine.steady import SteadyRounds
 from dflash_bench.engine.target import Rule, Target
 from dflash_bench.engine.verify import (
     Draft,
@@ -122,6 +123,7 @@ class _State:
         self.starts = [0] * num_rows
         self.anchor = torch.zeros(num_rows, dtype=torch.long, device=target.device)
         self.none_accepted = torch.zeros_like(self.anchor)
+        self.steady: SteadyRounds | None = None
 
     @property
     def ended(self) -> bool:
@@ -133,6 +135,7 @@ class _State:
         for slot in self.slots:
             slot.began = begin
         yield from self._read(0, self.slots)
+        self.steady = SteadyRounds.of(self.target, self.drafter, self.sampler)
         while not self.ended:
             yield from self._fill()
             if any(slot.is_decoding for slot in self.slots):
@@ -240,21 +243,15 @@ class _State:
         return tuple(slot.request for slot in self.slots), tuple(slot.finish is not None for slot in self.slots)
 
     def round(self) -> Round:
-        begin = self.clock.mark()
-        draft = self.drafter.propose()
+        begin, steady = self.clock.mark(), self.steady
+        draft = self.drafter.propose() if steady is None else steady.propose(self.starts, self.anchor)
         drafted = self.clock.mark()
-        block = self.anchor[:, None] if draft is None else torch.cat([self.anchor[:, None], draft.tokens], dim=1)
-        tree = draft.parents if draft else None
-        self.target.rule = self._rule(draft)
-        output = self.target.forward(block, self.starts, tree)
-        if output.ruled is not None:
-            outcome = Outcome.opened(output.ruled, block.shape[1])
+        if steady is None:
+            outcome, hidden = self._verified(draft)
+            self.sampler.commit(outcome.tokens, outcome.verdict.num_accepted)
+            host = to_host(_parts(draft, outcome))
         else:
-            verdict = self._verify(draft, self.sampler.penalise(output.logits, block, tree))
-            outcome = Outcome.of(verdict, block, output.logits)
-        verdict, tokens = outcome.verdict, outcome.tokens
-        self.sampler.commit(tokens, verdict.num_accepted)
-        host = to_host(_parts(draft, outcome))
+            host = to_host(*steady.verify(self.starts))
         if draft is not None and "lengths" in host:
             draft = replace(draft, lengths=[length for (length,) in host["lengths"]])
         kept = [count for (count,) in host["accepted"]]
@@ -271,11 +268,14 @@ class _State:
             for slot, count, new, live in zip(self.slots, kept, host["tokens"], alive, strict=True)
         ]
         self._tell(emitted, self.slots)
-        self.anchor = verdict.next_token
         observing = self.clock.mark()
         if not self.ended:
             counts = [count + 1 if slot.is_decoding else 0 for slot, count in zip(self.slots, accepted, strict=True)]
-            self._keep(verdict, output.hidden, tokens, counts, moved, host.get("choices", ()))
+            if steady is None:
+                self._keep(outcome, hidden, counts, moved, host.get("choices", ()))
+            else:
+                self.anchor = steady.keep(self.starts, kept)
+            self._advance(counts)
         end = self.clock.mark()
         self.listener.marked()
         drafts = _of_living(draft.num_drafted() if draft else [0] * len(alive), alive)
@@ -284,6 +284,17 @@ class _State:
         parents = _first(host["parents"], drafts) if "parents" in host else None
         marks = (begin, drafted, verified, observing, end)
         return Round(emitted, drafts, accepted, ids, parents, marks, *self._whose(), cut)
+
+    def _verified(self, draft: Draft | None) -> tuple[Outcome, Tensor | None]:
+        """Read the draft; return the outcome, and the taps' outputs [B, N + 1, K * H]."""
+        block = self.anchor[:, None] if draft is None else torch.cat([self.anchor[:, None], draft.tokens], dim=1)
+        tree = draft.parents if draft else None
+        self.target.rule = self._rule(draft)
+        output = self.target.forward(block, self.starts, tree)
+        if output.ruled is not None:
+            return Outcome.opened(output.ruled, block.shape[1]), output.hidden
+        verdict = self._verify(draft, self.sampler.penalise(output.logits, block, tree))
+        return Outcome.of(verdict, block, output.logits), output.hidden
 
     def _rule(self, draft: Draft | None) -> Rule | None:
         """Return the verify rule in a form that can be captured, or None if it needs more than the logits."""
@@ -317,9 +328,8 @@ class _State:
 
     def _keep(
         self,
-        verdict: Verdict,
+        outcome: Outcome,
         hidden: Tensor | None,
-        tokens: Tensor,
         counts: list[int],
         moved: bool,
         choices: Sequence[list[int]],
@@ -329,7 +339,8 @@ class _State:
         Rows that have ended or are in prefill stand still: their count is 0. Their results are discarded and written to
         the same places every round, so that they never move past the end of the cache.
         """
-        longest = max(*counts, 1)
+        verdict, longest = outcome.verdict, max(*counts, 1)
+        self.anchor = verdict.next_token
         if verdict.path is not None and moved:
             path = verdict.path[:, :longest]
             self.target.cache.keep_path(self.starts, path)
@@ -340,7 +351,7 @@ class _State:
         self.drafter.observe(
             Committed(
                 hidden,
-                tokens[:, :longest],
+                outcome.tokens[:, :longest],
                 self.anchor,
                 list(self.starts),
                 counts,
@@ -350,6 +361,9 @@ class _State:
                 requests=[slot.request for slot in self.slots],
             )
         )
+
+    def _advance(self, counts: Sequence[int]) -> None:
+        """Move each row's start behind its kept tokens."""
         self.starts = [start + count for start, count in zip(self.starts, counts, strict=True)]
 
 

@@ -148,14 +148,15 @@ def clock_for(device: torch.device) -> Clock:
 Lists = list[list[int]]
 
 
-def to_host(parts: Mapping[str, Tensor]) -> dict[str, Lists]:
+def to_host(parts: Mapping[str, Tensor], joined: Tensor | None = None) -> dict[str, Lists]:
     """Return tensors of integers or booleans, [B, n] with different n, as B lists each under the same names.
 
-    All of them are copied from a GPU in one tensor, so that the host waits only once per round.
+    All of them are copied from a GPU in one tensor, so that the host waits only once per round; in `joined`, if they
+    are views of it, side by side.
     """
     if all(part.device.type == "cpu" for part in parts.values()):
         return {name: part.tolist() for name, part in parts.items()}
-    rows: Lists = torch.cat([*parts.values()], dim=1).tolist()
+    rows: Lists = (torch.cat([*parts.values()], dim=1) if joined is None else joined).tolist()
     widths = [part.shape[1] for part in parts.values()]
     places = zip(parts, widths, accumulate(widths), strict=True)
     return {name: [row[end - width : end] for row in rows] for name, width, end in places}

@@ -8,7 +8,6 @@ limits them to the window; recurrent states are taken back (`forward/hf.py`, `fo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from dflash_bench.core.types import NOBODY, Listener
 from dflash_bench.engine.cache import KVCache, on_host
 from dflash_bench.engine.forward.hf import HFForward, PassInputs
-from dflash_bench.engine.graphs import ANY, WHOLE, GraphCache, bucket_of
+from dflash_bench.engine.graphs import WHOLE, GraphCache, bucket_of
 from dflash_bench.engine.masks import PassMask, TargetMasks, depths
 from dflash_bench.models.architecture import (
     attention_windows,
@@ -119,6 +118,8 @@ class Target:
         """Why small operations of captured passes are not fused; None if they are."""
         self.rule: Rule | None = None
         """The rule that captured passes also apply to their logits."""
+        self.fixed: dict[Hashable, Any] = {}
+        """Tensors at fixed addresses that captured passes hand to each other, by their shapes (`steady.py`)."""
         self.listener: Listener = NOBODY
         """Notified of every pass."""
 
@@ -274,47 +275,42 @@ class Target:
         mask = PassMask(self._masks, starts, width, parents, whole_block)
         some = None if len(starts) == cache.num_rows else slice(first, first + len(starts))
         logits, tapped = self.network.read(PassInputs(tokens, positions, mask, keep_logits, counts, some))
-        return Output(logits.to(self.device), self._features(tapped))
+        return Output(logits.to(self.device), self.features(tapped))
 
     def _replayed(
         self, graphs: GraphCache, tokens: Tensor, starts: Sequence[int], parents: Tensor | None
     ) -> Output | None:
         """Return the output of a captured pass over all rows, or None if it has not been captured."""
         assert isinstance(self.network, Steady)
+        rule = self.rule if graphs.captures_small else None
         inputs = [tokens, on_host(starts, self.device), *([] if parents is None else [parents])]
-        key = (tokens.shape[1], parents is not None, self.taps)
-        is_as_fast = self.network.by_lengths and parents is None
-        num_places = WHOLE if is_as_fast else max(starts) + tokens.shape[1]
-        results = graphs.replay(key, self._steady, num_places, *inputs)
-        rule, drafted = self.rule, [tokens, *([] if parents is None else [parents])]
+        key = (rule, tokens.shape[1], parents is not None, self.taps)
+        num_places = self.reach(starts, tokens.shape[1], parents is not None)
+        function = self.steady if rule is None else partial(self._ruled, rule)
+        results = graphs.replay(key, function, num_places, *inputs)
         if results is None:
-            # The head and rule of this pass are captured together with it, before the next answer.
-            if rule is not None and graphs.captures_small and not graphs.knows((rule, *key)):
-                graphs.note((rule, *key), partial(self._ruled, rule), ANY, self._some_outputs(tokens), *drafted)
             return None
-        hidden = self._features(results[1:])
-        if rule is not None and graphs.captures_small:
-            ruled = graphs.replay((rule, *key), partial(self._ruled, rule), ANY, results[0], *drafted)
-            if ruled is not None:
-                # A copy: another replay may overwrite it before the next round reads its anchor.
-                return Output(ruled[0], hidden, ruled[1].clone())
-        return Output(self.network.logits(results[0]), hidden)
+        if rule is None:
+            return Output(self.network.logits(results[0]), self.features(results[1:]))
+        logits, ruled, *tapped = results
+        # A copy: another replay may overwrite it before the next round reads its anchor.
+        return Output(logits, self.features(tapped), ruled.clone())
 
-    def _some_outputs(self, tokens: Tensor) -> Tensor:
-        """Return example outputs of the last layer [B, N, H] for tokens [B, N]."""
-        weight = self.model.get_input_embeddings().weight
-        shape = (*tokens.shape, self.config.hidden_size)
-        return torch.linspace(-1, 1, math.prod(shape), dtype=weight.dtype, device=self.device).view(shape)
+    def reach(self, starts: Sequence[int], width: int, is_tree: bool = False) -> int:
+        """Return how many places a captured pass over `width` tokens must cover (`graphs.py`)."""
+        assert isinstance(self.network, Steady)
+        return WHOLE if self.network.by_lengths and not is_tree else max(starts) + width
 
     def _ruled(
-        self, rule: Rule, _num_places: int, x: Tensor, tokens: Tensor, parents: Tensor | None = None
+        self, rule: Rule, num_places: int, tokens: Tensor, starts: Tensor, parents: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Return logits [B, N, V] for outputs x [B, N, H] of the last layer, and the rule's result on them."""
+        """Return logits [B, N, V], the rule's result on them, and the outputs of each tapped layer."""
         assert isinstance(self.network, Steady)
-        logits = self.network.logits(x)
-        return logits, rule(logits, tokens, *([] if parents is None else [parents]))
+        hidden, *tapped = self.steady(num_places, tokens, starts, parents)
+        logits = self.network.logits(hidden)
+        return logits, rule(logits, tokens, *([] if parents is None else [parents])), *tapped
 
-    def _steady(
+    def steady(
         self, num_places: int, tokens: Tensor, starts: Tensor, parents: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """Read tokens [B, N] from starts [B] on; return outputs [B, N, H] of the last and of each tapped layer."""
@@ -325,7 +321,7 @@ class Target:
         hidden, tapped = self.network.through(tokens, positions, mask)
         return hidden, *tapped
 
-    def _features(self, tapped: Sequence[Tensor]) -> Tensor | None:
+    def features(self, tapped: Sequence[Tensor]) -> Tensor | None:
         """Return K tapped outputs [B, N, H] side by side [B, N, K * H], or None without taps."""
         hidden, last = concat_taps(tapped, self.device), self.config.num_hidden_layers
         if hidden is None or last not in self.taps:

@@ -204,7 +204,7 @@ def test_a_little_work_each_time_is_found_from_the_second_on(main: Main, monkeyp
 
 def test_capturing_passes_is_not_work_for_an_answer(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     def capture(self: Target, shortest: int, longest: int) -> None:
-        self.graph_cache = self.graph_cache or GraphCache(lambda *_: lambda: ())
+        self.graph_cache = self.graph_cache or GraphCache(lambda *_: lambda: (), is_whole=True)
         time.sleep(HIDDEN_S)
         self.graph_cache.spent_s += HIDDEN_S
 

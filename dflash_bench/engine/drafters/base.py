@@ -25,6 +25,8 @@ class CachedDrafter:
     A proposal writes to `num_scratch` places of the cache behind the committed ones.
     """
 
+    num_drafts: int
+
     def __init__(self, draft: Any, num_scratch: int) -> None:
         self.draft, self.config = draft.eval(), draft.config
         self.num_scratch = num_scratch
@@ -66,6 +68,10 @@ class CachedDrafter:
         key = tuple(value.shape[1:] for value in inputs)
         num_places = WHOLE if self.by_lengths else max(starts) + inputs[0].shape[1]
         return self.graph_cache.replay(key, function, num_places, *inputs, on_host(starts, self.device))
+
+    def reach(self, starts: Sequence[int]) -> int:
+        """Return how many places of the cache a round's passes cover, given the rows' starts; or WHOLE."""
+        return WHOLE if self.by_lengths else max(starts) + max(self.num_scratch, self.num_drafts + 1)
 
     def rotary_of(self, length: int) -> Rotary:
         """Return the rotary tables of `length` positions."""
@@ -215,6 +221,11 @@ class DraftSampler:
     def draws(self) -> bool:
         """Return True if tokens are drawn, not chosen greedily."""
         return self.samples and not (self.sampler is not None and self.sampler.greedy)
+
+    @property
+    def is_steady(self) -> bool:
+        """Return True if tokens are chosen by the device alone."""
+        return not self.draws and self.listener is None
 
     def sample(self, logits: Tensor, first: int = 0) -> tuple[Tensor, Tensor | None]:
         """Return target ids [B, N] for draft logits [B, N, Vd], and the distributions [B, N, V] if they were drawn.

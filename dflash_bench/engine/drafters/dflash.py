@@ -21,7 +21,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.adaptive import AdaptiveLength
 from dflash_bench.engine.cache import on_host, rotations, to_device
-from dflash_bench.engine.drafter import Committed
+from dflash_bench.engine.drafter import Committed, Kept
 from dflash_bench.engine.drafters.base import CachedDrafter, DraftSampler, joined
 from dflash_bench.engine.forward.choice import why_not_layers
 from dflash_bench.engine.forward.layers import Product
@@ -200,6 +200,24 @@ class DFlashDrafter(CachedDrafter):
         corrected, probs = self.draft_tokens(self.block_logits())
         return Draft(corrected.tokens, probs=probs)
 
+    @property
+    def is_steady(self) -> bool:
+        return self.steps == 1 and self.draft_sampler.is_steady
+
+    def drafted_at(self, num_places: int, anchor: Tensor, starts: Tensor) -> Tensor:
+        self.block[:, 0] = anchor
+        (hidden,) = self._steady(num_places, self.block, starts)
+        logits = self._logits(hidden)
+        if self.corrector is None:
+            return self.draft_sampler.sample(logits)[0]
+        inputs = self.corrector.inputs(hidden, logits, self.block[:, :1])
+        return self.corrector.correct(inputs, self.slots, self.embedding)[0].tokens
+
+    def kept_at(self, num_places: int, kept: Kept) -> None:
+        self._steady_keep(num_places, kept.hidden, kept.starts)
+        if self.corrector is not None:
+            self.corrector.keep(kept.newest[:, 0], kept.num_accepted + 1, kept.hidden, slice(None))
+
     def draft_tokens(self, logits: Tensor) -> tuple[Corrected, Tensor | None]:
         """Return the drafted tokens for logits [B, num_predicted, Vd], and their q [B, num_predicted, V] if drawn.
 
@@ -267,6 +285,10 @@ class DFlashDrafter(CachedDrafter):
             self.cache.place(self.starts, self.block_size)
             hidden = self._through(self.block)
         self.hidden = hidden
+        return self._logits(hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [B, num_predicted, Vd] for a pass's output [B, N, H]."""
         logits: Tensor = self.config.body.logits(self.head(hidden[:, self.slots]))
         return logits
 
@@ -462,34 +484,38 @@ class BlockCorrector:
         return None if head is None else cls(draft, head, sampler, reads_confidence)
 
     def begin(self, num_rows: int) -> None:
-        self.before = [0] * num_rows
+        self.before = torch.zeros(num_rows, dtype=torch.long, device=self.weight.device)
         self.context = self.weight.new_zeros(num_rows, self.draft.config.hidden_size)
 
     def observe(self, committed: Committed) -> None:
         """Keep the token before each row's new anchor, and its context; rows that stand still keep theirs."""
-        if self.reads_before and committed.anchor is not None:
-            for row, text, count in zip(committed.rows, committed.texts, committed.counts, strict=True):
-                if count:
-                    self.before[row] = text[-2]
-        if self.reads_context:
-            self._keep_context(committed)
-
-    def _keep_context(self, committed: Committed) -> None:
-        """Keep the fused and normed features of the last position that each row has read."""
+        if not (self.reads_before or self.reads_context):
+            return
         assert committed.hidden is not None
-        counts = to_device(committed.counts, self.weight.device)[:, None]
-        last = (counts - 1).clamp(min=0)[..., None].expand(-1, 1, committed.hidden.shape[-1])
-        features = committed.hidden.gather(1, last)[:, 0].to(self.weight.dtype)
-        fused = self.draft.contexts(features)[0]
-        rows = committed.row_slice
-        self.context[rows] = torch.where(counts > 0, fused, self.context[rows])
+        has_anchor = committed.anchor is not None
+        before = [text[-2] if has_anchor else 0 for text in committed.texts]
+        device = self.weight.device
+        counts = to_device(committed.counts, device)
+        self.keep(to_device(before, device), counts, committed.hidden, committed.row_slice)
+
+    def keep(self, before: Tensor, counts: Tensor, features: Tensor, rows: slice) -> None:
+        """Keep tokens `before` [B] the anchors, and the contexts of the last of counts [B] features [B, M, K * H].
+
+        A context is the fused and normed features of the last position that a row has read.
+        """
+        if self.reads_before:
+            self.before[rows] = torch.where(counts > 0, before, self.before[rows])
+        if self.reads_context:
+            last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[-1])
+            fused = self.draft.contexts(features.gather(1, last)[:, 0].to(self.weight.dtype))[0]
+            self.context[rows] = torch.where(counts[:, None] > 0, fused, self.context[rows])
 
     def inputs(self, hidden: Tensor, logits: Tensor, anchor: Tensor) -> tuple[Tensor, ...]:
         """Return inputs of `correct` for a pass's `hidden` [B, K, H] and `logits` [B, N, Vd] behind `anchor` [B, 1].
 
         For heads that read them, they include the tokens before the anchors [B] and the contexts [B, H].
         """
-        before = [on_host(self.before, self.weight.device)] if self.reads_before else []
+        before = [self.before] if self.reads_before else []
         return hidden, logits, anchor, *before, *([self.context] if self.reads_context else [])
 
     def correct(
@@ -504,7 +530,7 @@ class BlockCorrector:
         """Return the head's view of a pass."""
         hidden, logits, anchor, *read = inputs
         context = read.pop() if self.reads_context else None
-        before = read.pop().to(self.weight.device, non_blocking=True) if self.reads_before else None
+        before = read.pop() if self.reads_before else None
         return BlockPass(
             hidden.to(self.weight.dtype),
             logits,

@@ -5,13 +5,15 @@ It runs on the same engine as the target (`engine/target.py`), with the same cac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.cache import to_device
-from dflash_bench.engine.drafter import Committed
+from dflash_bench.engine.drafter import Committed, Kept
 from dflash_bench.engine.drafters.base import DraftSampler, joined
 from dflash_bench.engine.graphs import GraphCache
 from dflash_bench.engine.selection import target_like
@@ -42,9 +44,11 @@ class ModelDrafter:
 
     def begin(self, num_rows: int, capacity: int) -> None:
         self.model.begin(num_rows, capacity + self.num_drafts)
+        if len(self.starts) != num_rows:
+            # Captured passes read and write them where they are.
+            self.tokens = torch.zeros(num_rows, self.num_drafts, dtype=torch.long, device=self.model.device)
+            self.last = torch.zeros(num_rows, 2, dtype=torch.long, device=self.model.device)
         self.starts = [0] * num_rows
-        self.tokens = torch.zeros(num_rows, self.num_drafts, dtype=torch.long, device=self.model.device)
-        self.last = torch.zeros(num_rows, 2, dtype=torch.long, device=self.model.device)
 
     @property
     def network(self) -> Network:
@@ -83,6 +87,26 @@ class ModelDrafter:
         """
         flat = [token for text in committed.texts for token in (text[max(len(text) - 2, 0)], text[-1])]
         return to_device(flat, self.model.device).view(-1, 2)
+
+    @property
+    def is_steady(self) -> bool:
+        return self.draft_sampler.is_steady
+
+    def reach(self, starts: Sequence[int]) -> int:
+        return self.model.reach(starts, self.num_drafts)
+
+    def drafted_at(self, num_places: int, _anchor: Tensor, starts: Tensor) -> Tensor:
+        network = self.model.network
+        assert isinstance(network, Steady)
+        block, begins = self.last, (starts - 1).clamp(min=0)
+        for i in range(self.num_drafts):
+            last, *_ = self.model.steady(num_places, block.clamp(max=self.num_ids - 1), begins)
+            block, _ = self.draft_sampler.sample(network.logits(last[:, -1:])[..., : self.num_ids], first=i)
+            self.tokens[:, i : i + 1], begins = block, starts + (i + 1)
+        return self.tokens
+
+    def kept_at(self, _num_places: int, kept: Kept) -> None:
+        self.last.copy_(kept.newest)
 
     def propose(self) -> Draft:
         probs: list[Tensor | None] = []

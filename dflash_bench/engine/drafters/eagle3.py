@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.cache import rotations, to_device
-from dflash_bench.engine.drafter import Committed
+from dflash_bench.engine.drafter import Committed, Kept
 from dflash_bench.engine.drafters.base import CachedDrafter, DraftSampler, joined
 from dflash_bench.engine.forward.choice import why_not_layers
 from dflash_bench.engine.forward.native_drafts import Eagle3Network, NativeEagle3, StepNetwork
@@ -62,11 +62,12 @@ class StepDrafter(CachedDrafter):
             hidden = read[:, last[0] : last[0] + 1]
         else:
             hidden = read[self.rows[: len(last)], to_device(last, self.device)][:, None]
-        if len(last) == len(self.rows):
-            self.hidden = hidden
-        else:
-            self.hidden[committed.row_slice] = hidden
+        self.hidden[committed.row_slice] = hidden
         self.advance(committed)
+
+    def kept_at(self, num_places: int, kept: Kept) -> None:
+        (read,) = self.steady(num_places, kept.tokens, self.fuse(kept.hidden), kept.starts)
+        self.hidden.copy_(read.take_along_dim(kept.num_accepted[:, None, None], dim=1))
 
     def read_committed(self, committed: Committed) -> Tensor:
         """Return the network's output [B, M, H] for all committed tokens, read in parts."""
@@ -97,11 +98,27 @@ class StepDrafter(CachedDrafter):
 
     def chain(self, logits: Callable[[Tensor], Tensor]) -> Draft:
         """Draft token by token, given the head: from the newest output, then from the output of each step."""
+
+        def step(tokens: Tensor, hidden: Tensor, i: int) -> Tensor:
+            return self.step(tokens, hidden, [start + i for start in self.starts])
+
+        return self._chain(logits, step)
+
+    def chain_at(self, num_places: int, starts: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the tokens [B, N] of `chain`, placed by tensors alone, so that it can be captured."""
+
+        def step(tokens: Tensor, hidden: Tensor, i: int) -> Tensor:
+            return self.steady(num_places, tokens, hidden, starts + i)[0]
+
+        return self._chain(logits, step).tokens
+
+    def _chain(self, logits: Callable[[Tensor], Tensor], step: Callable[[Tensor, Tensor, int], Tensor]) -> Draft:
+        """Draft token by token; `step` reads the i-th drafted token [B, 1] with the output [B, 1, H] before it."""
         probs: list[Tensor | None] = []
         hidden = self.hidden
         for i in range(self.num_drafts):
             if i:
-                hidden = self.step(self.tokens[:, i - 1 : i], hidden, [start + i - 1 for start in self.starts])
+                hidden = step(self.tokens[:, i - 1 : i], hidden, i - 1)
             self.tokens[:, i : i + 1], drawn_from = self.draft_sampler.sample(logits(hidden), first=i)
             probs.append(drawn_from)
         return Draft(self.tokens, probs=joined(probs))
@@ -165,6 +182,13 @@ class Eagle3Drafter(StepDrafter):
         As in training, the window of drafted tokens ends at the newest pair, `newest` [B, 1].
         """
         return (read_at if self.newest is None else read_at.minimum(self.newest)) - window
+
+    @property
+    def is_steady(self) -> bool:
+        return self.config.window is None and self.draft_sampler.is_steady
+
+    def drafted_at(self, num_places: int, _anchor: Tensor, starts: Tensor) -> Tensor:
+        return self.chain_at(num_places, starts, self.network.logits)
 
     def propose(self) -> Draft:
         if self.config.window is not None:

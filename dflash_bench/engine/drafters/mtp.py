@@ -93,6 +93,13 @@ class MTPDrafter(StepDrafter):
         self.draft_sampler.sampler = committed.sampler
         super().observe(committed)
 
+    @property
+    def is_steady(self) -> bool:
+        return self.network.is_steady and self.draft_sampler.is_steady
+
+    def drafted_at(self, num_places: int, _anchor: Tensor, starts: Tensor) -> Tensor:
+        return self.chain_at(num_places, starts, self.head)
+
     def propose(self) -> Draft:
         return self.chain(self.head)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_bench.engine import loop
+from dflash_bench.engine import loop, verify
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward import compiled, delta, layers
 from dflash_bench.engine.forward.arrays import Placed
@@ -258,72 +258,74 @@ def _rollback(by: int) -> Plant:
     """After a round that drafted, the row's length is wrong by so much."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        keep = loop._State._keep
+        advance = loop._State._advance
 
-        def faulty(
-            self: Any, verdict: Any, hidden: Tensor | None, tokens: Tensor, counts: list[int], *rest: Any
-        ) -> None:
-            keep(self, verdict, hidden, tokens, counts, *rest)
+        def faulty(self: Any, counts: list[int]) -> None:
+            advance(self, counts)
             has_room = max(self.starts) + 2 * self.drafter.num_drafts + 4 < self.target.cache.capacity
             if self.drafter.num_drafts and has_room:
                 self.starts = [
                     start + (by if count > 1 else 0) for start, count in zip(self.starts, counts, strict=True)
                 ]
 
-        patch.setattr(loop._State, "_keep", faulty)
+        patch.setattr(loop._State, "_advance", faulty)
 
     return plant
 
 
-def _verdicts(change: Callable[[Verdict, Tensor, Draft], Verdict]) -> Plant:
-    """`change` gets the verdict, the logits and the draft."""
+def _verdicts(change: Callable[[Verdict, Tensor | None], Verdict]) -> Plant:
+    """`change` gets the verdict, and the parents of a tree."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        verify = loop._State._verify
+        chain, tree = verify.verify_chain, verify.verify_tree
 
-        def faulty(self: Any, draft: Draft | None, logits: Tensor) -> Verdict:
-            verdict = verify(self, draft, logits)
-            return verdict if draft is None else change(verdict, logits, draft)
+        def faulty_chain(tokens: Tensor, *rest: Any) -> Verdict:
+            verdict = chain(tokens, *rest)
+            return change(verdict, None) if tokens.shape[1] else verdict
 
-        patch.setattr(loop._State, "_verify", faulty)
+        def faulty_tree(tokens: Tensor, parents: Tensor, *rest: Any) -> Verdict:
+            return change(tree(tokens, parents, *rest), parents)
+
+        # Captured passes apply the rule of one module, and the loop that of the other.
+        for module in (loop, verify):
+            patch.setattr(module, "verify_chain", faulty_chain)
+            patch.setattr(module, "verify_tree", faulty_tree)
 
     return plant
 
 
-def _last_row(verdict: Verdict) -> Tensor:
-    """The row of the block that was kept last, [B, 1]."""
-    at = verdict.num_accepted[:, None]
-    return at if verdict.path is None else verdict.path.gather(1, at)
+def _choices(verdict: Verdict) -> Tensor:
+    assert verdict.choices is not None
+    return verdict.choices
 
 
-def _bonus_of_anchor(verdict: Verdict, logits: Tensor, draft: Draft) -> Verdict:
-    return replace(verdict, next_token=logits[:, 0].argmax(dim=-1))
+def _bonus_of_anchor(verdict: Verdict, _parents: Tensor | None) -> Verdict:
+    return replace(verdict, next_token=_choices(verdict)[:, 0])
 
 
-def _bonus_of_last_slot(verdict: Verdict, logits: Tensor, draft: Draft) -> Verdict:
-    return replace(verdict, next_token=logits[:, -1].argmax(dim=-1))
+def _bonus_of_last_slot(verdict: Verdict, _parents: Tensor | None) -> Verdict:
+    return replace(verdict, next_token=_choices(verdict)[:, -1])
 
 
-def _one_more(verdict: Verdict, logits: Tensor, draft: Draft) -> Verdict:
+def _one_more(verdict: Verdict, _parents: Tensor | None) -> Verdict:
     """Keeps what comes after the last accepted token too."""
-    counts = (verdict.num_accepted + 1).clamp(max=draft.width)
-    return replace(verdict, num_accepted=counts, next_token=logits.argmax(dim=-1).gather(1, counts[:, None])[:, 0])
+    choices = _choices(verdict)
+    counts = (verdict.num_accepted + 1).clamp(max=choices.shape[1] - 1)
+    return replace(verdict, num_accepted=counts, next_token=choices.gather(1, counts[:, None])[:, 0])
 
 
-def _sibling(verdict: Verdict, logits: Tensor, draft: Draft) -> Verdict:
+def _sibling(verdict: Verdict, parents: Tensor | None) -> Verdict:
     """In place of the last node that was kept, another child of the same parent, where there is one."""
     count = int(verdict.num_accepted[0])
-    if draft.parents is None or verdict.path is None or count == 0:
+    if parents is None or verdict.path is None or count == 0:
         return verdict
     path = verdict.path.clone()
     node = int(path[0, count]) - 1
-    siblings = [
-        i for i, parent in enumerate(draft.parents[0].tolist()) if parent == draft.parents[0, node] and i != node
-    ]
+    siblings = [i for i, parent in enumerate(parents[0].tolist()) if parent == parents[0, node] and i != node]
     if not siblings:
         return verdict
     path[0, count] = siblings[0] + 1
-    return replace(verdict, path=path, next_token=logits[:, siblings[0] + 1].argmax(dim=-1))
+    return replace(verdict, path=path, next_token=_choices(verdict)[:, siblings[0] + 1])
 
 
 def _second_best_at_near_ties(patch: pytest.MonkeyPatch) -> None:

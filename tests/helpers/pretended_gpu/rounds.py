@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-from dflash_bench.engine import cache, lengths, loop, target
+from dflash_bench.engine import cache, lengths, loop, steady, target
 from dflash_bench.engine.drafters import base, dflash
 from dflash_bench.engine.forward import layers
 from helpers.pretended_gpu.pretend import Device
@@ -29,7 +29,7 @@ def watched_rounds() -> Iterator[Device]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(loop._State, "round", watched))
         stack.enter_context(patch.object(loop, "to_host", device.may_read(loop.to_host)))
-        for module in (cache, base, dflash, target):
+        for module in (cache, base, dflash, steady, target):
             stack.enter_context(patch.object(module, "on_host", device.on_host))
         stack.enter_context(device.entered())
         stack.enter_context(torch.inference_mode())
