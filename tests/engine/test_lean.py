@@ -18,6 +18,7 @@ from dflash_bench.engine.selection import name_of, target_of
 from dflash_bench.engine.target import Target
 from helpers.each import each
 from helpers.native_kinds import GEMMA3, KINDS, PROMPTS, YARN, of_class, passes
+from helpers.tiny_architectures import made
 from helpers.toy import Scripted, generated, plain, run, sometimes_wrong, tiny
 
 FORWARDS: dict[str, Any] = {"torch": NativeForward, "numba": lambda model: CompiledForward(NativeForward(model))}
@@ -100,6 +101,8 @@ def unique(model: Any) -> list[torch.Tensor]:
     ("model", "said"),
     [
         (lambda: tiny("gpt2"), "gpt2 is not among gemma"),
+        (lambda: made("gemma 4"), "gemma 4 has heads that differ by layer"),
+        (lambda: made("gemma 4 that sees"), "gemma 4 has heads that differ by layer"),
         (
             lambda: of_class("Gemma3ForCausalLM", "Gemma3TextConfig", **GEMMA3, final_logit_softcapping=30.0),
             "it caps its logits softly",

@@ -100,6 +100,8 @@ SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 def why_not(model: Any) -> str | None:
     """Return why `model` cannot be computed by this code, or None if it can."""
     config = model.config
+    if config.model_type.removesuffix("_text") == "gemma4":
+        return "gemma 4 has heads that differ by layer, keys used as values or shared by layers, and inputs per layer"
     if config.model_type not in COVERED:
         return f"{config.model_type} is not among {', '.join(COVERED)}"
     if _activation(config) not in ACTIVATIONS:
