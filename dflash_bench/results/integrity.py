@@ -34,7 +34,7 @@ TIMES = ("start_s", "end_s", "prefill_s", "decode_s", "pass_s")
 
 @dataclass(frozen=True, slots=True)
 class PartSummary:
-    """An Arrow table with a row per answer of one part, and the invalid rows by the check they fail."""
+    """An Arrow table with a row per answer of parts read together, and the invalid rows by the check they fail."""
 
     rows: Any
     faults: Mapping[str, Any]
@@ -46,7 +46,7 @@ class PartSummary:
 
 
 def summarize_part(batches: Sequence[Any], run_settings: Sequence[Settings], info: RunInfo) -> PartSummary:
-    """Summarize all batches of a part, which have the columns `READ`."""
+    """Summarize all batches of a part, or of several, which have the columns `READ`."""
     facts = RunFacts.of(info.identity)
     import pyarrow as pa
     from pyarrow import compute
@@ -326,7 +326,7 @@ class Problem:
 class IntegrityReport:
     problems: tuple[Problem, ...]
     dropped_rows: tuple[Any, ...]
-    """For each part, the mask of rows that are invalid, unexpected or duplicates, [rows]."""
+    """For each summary, the mask of rows that are invalid, unexpected or duplicates, [rows]."""
 
 
 def check_integrity(info: RunInfo, where: str, summaries: Sequence[PartSummary]) -> IntegrityReport:

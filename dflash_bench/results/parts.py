@@ -175,6 +175,8 @@ def _sha256(part: Path, *_state: int) -> str:
 
 COMPRESSED_BYTES = 1 << 16
 """Smaller tables are not compressed: it would dominate the time to write them and save next to nothing."""
+TOGETHER = 1 << 22
+"""Bytes of parts that are checked together: the checks of one answer take as long as those of a hundred."""
 PARTS = "part-*.parquet"
 NAME = re.compile(r"part-([0-9]{6,})(?:-([0-9]{6,}))?\.parquet")
 
@@ -195,6 +197,27 @@ def of(folder: Path) -> list[Path]:
             current.append(part)
             last = span(part)[1]
     return current
+
+
+def together(stored: Sequence[Path]) -> list[list[Path]]:
+    """Return consecutive parts in groups of up to `TOGETHER` bytes, to be checked as one; a larger part is alone."""
+    groups: list[list[Path]] = []
+    room = 0
+    for part in stored:
+        size = part.stat().st_size if part.exists() else 0
+        if size > room or not groups:
+            groups.append([])
+            room = TOGETHER
+        groups[-1].append(part)
+        room -= size
+    return groups
+
+
+def joined(batches: Sequence[Any]) -> list[Any]:
+    """Return batches of the same columns as one batch."""
+    import pyarrow as pa
+
+    return pa.Table.from_batches(batches).combine_chunks().to_batches() if len(batches) > 1 else [*batches]
 
 
 def write(table: Any, part: Path, identity: Identity) -> None:
@@ -270,10 +293,11 @@ def _opened(path: Path, identity: Identity | None = None, as_written: bool = Tru
         raise DamagedError(str(error)) from error
     try:
         with parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False) as file:
-            metadata = file.schema_arrow.metadata or {}
+            stored = file.schema_arrow
+            metadata = stored.metadata or {}
             if (version := metadata.get(SCHEMA.encode())) is not None:
                 refuse_other_schema(path, int(version))
-            if version is None or not is_of_run(file.schema_arrow):
+            if version is None or not is_of_run(stored):
                 raise DamagedError(f"cannot read {path}: its columns are not those of a run")
             if not file.metadata.num_rows:
                 raise DamagedError(f"cannot read {path}: it holds no answers")

@@ -202,10 +202,12 @@ class RunStore(AbstractContextManager["RunStore"]):
         # A merged part holds all answers of the parts it replaces; if it was edited and does not, theirs are kept.
         # Parts that this run did not write are never used, however plausible their rows.
         sound = [part for part in tables if parts.why_other(part) is None]
-        batches_of = {part: tables[part].combine_chunks().to_batches() for part in sound}
-        summaries = [summarize_part(batches, plan.settings, info) for batches in batches_of.values()]
+        groups = [pa.concat_tables(map(tables.get, group)) for group in parts.together(sound)]
+        summaries = [summarize_part(group.combine_chunks().to_batches(), plan.settings, info) for group in groups]
         dropped = check_integrity(info, str(self.folder / run_info.FILE), summaries).dropped_rows if summaries else ()
-        kept = {part: parts.without(tables[part], mask) for part, mask in zip(sound, dropped, strict=True)}
+        ends = np.cumsum([len(tables[part]) for part in sound])
+        masks = np.split(np.concatenate([*dropped, np.zeros(0, dtype=bool)]), ends[:-1])
+        kept = {part: parts.without(tables[part], mask) for part, mask in zip(sound, masks, strict=False)}
         mended = pa.concat_tables(kept.values()) if kept else parts.schema().empty_table()
         mended = parts.without(mended, _orphans(mended, plan))
         mended = parts.without(mended, _of_broken_waves(mended, plan))

@@ -6,7 +6,7 @@ and only sums of their lists are kept, so that a million answers fit into memory
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,21 +93,26 @@ def read_run(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judg
     none = f"{folder} holds no answers" + (f" but in {len(damaged)} damaged parts" if damaged else "")
     if not read:
         raise UserError(none)
-    found = check_integrity(info, str(folder / FILE), [summary for _, summary in read.values()])
+    found = check_integrity(info, str(folder / FILE), [group.summary for group in read])
     # Missing answers may be in damaged parts that were allowed to be skipped.
     _refuse(folder, found, integrity.REMEDIES if judging else [*allow, *(["unfinished"] if damaged else [])])
-    lost = parts.lost(folder, [*read]) if info.state == "complete" and not damaged and not found.problems else []
+    lost = (
+        parts.lost(folder, [part for group in read for part in group.sizes])
+        if info.state == "complete" and not damaged and not found.problems
+        else []
+    )
     if lost:
         raise UserError(f"{lost[0]} is missing, which the run wrote; restore it, and the original {FILE}")
-    tables, sizes, left_out = [], {}, {}
-    for (part, (table, summary)), dropped in zip(read.items(), found.dropped_rows, strict=True):
-        if dropped.any():
-            left_out[part] = dropped
-        # Invalid rows were already left out when the part was read.
-        again = dropped.sum() > summary.faulty.sum()
-        batches = parts.batches(part, READ, carried(info), dropped) if again else ()
-        tables.append(_table(batches, run_settings, by) if again else table)
-        sizes[part] = len(dropped) - int(dropped.sum())
+    tables: list[Any] = []
+    sizes: dict[Path, int] = {}
+    left_out: dict[Path, Any] = {}
+    for group, dropped in zip(read, found.dropped_rows, strict=True):
+        masks = group.by_part(dropped)
+        left_out |= {part: mask for part, mask in masks.items() if mask.any()}
+        sizes |= {part: len(mask) - int(mask.sum()) for part, mask in masks.items()}
+        # Invalid rows were already left out when the group was read.
+        again = dropped.sum() > group.summary.faulty.sum()
+        tables.append(_table(_batches(masks, carried(info)), run_settings, by) if again else group.table)
     if not sum(map(len, tables)) and not (judging and found.problems):
         raise UserError(none + (" that show their rounds" if by in STRETCHES else ""))
     frame = sliced(_with_units(_frame(tables, run_settings, info), folder), by, values)
@@ -131,37 +136,65 @@ def _column(folder: Path, name: str) -> dict[tuple[str, str], str]:
     return slices[name]
 
 
+@dataclass(frozen=True, slots=True)
+class PartGroup:
+    """Consecutive parts that were read together, with the Arrow table of their valid rows."""
+
+    sizes: Mapping[Path, int]
+    """Number of stored rows per part."""
+    table: Any
+    summary: PartSummary
+
+    def by_part(self, dropped: Any) -> dict[Path, Any]:
+        """Return each part's piece of a mask [rows]."""
+        ends = np.cumsum([*self.sizes.values()])
+        return dict(zip(self.sizes, np.split(dropped, ends[:-1]), strict=True))
+
+
 def _read_parts(
     folder: Path, info: RunInfo, run_settings: Sequence[Settings], by: str, allow: Sequence[str]
-) -> tuple[dict[Path, tuple[Any, PartSummary]], list[str]]:
-    """Return the table and `PartSummary` of each part, and the errors of damaged parts."""
-    read: dict[Path, tuple[Any, PartSummary]] = {}
-    damaged = []
-    stored, identity = parts.of(folder), carried(info)
-    # Two at a time: Arrow and NumPy release the GIL, but more parts at once would take more memory.
+) -> tuple[list[PartGroup], list[str]]:
+    """Return the parts in groups, and the errors of damaged parts."""
+    read: list[PartGroup] = []
+    damaged: list[str] = []
+    groups, identity = parts.together(parts.of(folder)), carried(info)
+    # Two at a time: Arrow and NumPy release the GIL, but more groups at once would take more memory.
     with ThreadPoolExecutor(2) as pool:
-        results = pool.map(lambda part: _read_part(part, identity, info, run_settings, by), stored)
-        for part, result in zip(stored, results, strict=True):
-            if not isinstance(result, parts.DamagedError):
-                read[part] = result
-            elif "damaged" in allow:
-                damaged.append(str(result))
-            else:
-                raise UserError(f"{result}; --allow damaged uses the other parts") from result
+        for found, errors in pool.map(lambda group: _read_group(group, identity, info, run_settings, by), groups):
+            if errors and "damaged" not in allow:
+                raise UserError(f"{errors[0]}; --allow damaged uses the other parts") from errors[0]
+            read += found
+            damaged += map(str, errors)
     return read, damaged
 
 
-def _read_part(part: Path, identity: Identity, info: RunInfo, run_settings: Sequence[Settings], by: str) -> Any:
-    """Return a part's table and `PartSummary`, or the error: a truncated part is left out completely."""
-    try:
-        batches = list(parts.batches(part, READ, identity))
-    except parts.DamagedError as error:
-        return error
+def _read_group(
+    group: Sequence[Path], identity: Identity, info: RunInfo, run_settings: Sequence[Settings], by: str
+) -> tuple[list[PartGroup], list[parts.DamagedError]]:
+    """Read parts together; return them if any is sound, and the error of each damaged one, which is left out."""
+    batches, sizes, damaged = [], {}, []
+    for part in group:
+        try:
+            own = list(parts.batches(part, READ, identity))
+        except parts.DamagedError as error:
+            damaged.append(error)
+            continue
+        batches += own
+        sizes[part] = sum(map(len, own))
+    if not sizes:
+        return [], damaged
+    batches = parts.joined(batches) if len(sizes) > 1 else batches
     summary = summarize_part(batches, run_settings, info)
     ends = np.cumsum([len(batch) for batch in batches])
     faulty = np.split(summary.faulty, ends[:-1])
     valid = [parts.without(batch, mask) for batch, mask in zip(batches, faulty, strict=True)]
-    return _table(valid, run_settings, by), summary
+    return [PartGroup(sizes, _table(valid, run_settings, by), summary)], damaged
+
+
+def _batches(left_out: Mapping[Path, Any], identity: Identity) -> Iterable[Any]:
+    """Read parts again without the rows of each part's mask, [rows]."""
+    batches = (batch for part, mask in left_out.items() for batch in parts.batches(part, READ, identity, mask))
+    return parts.joined([*batches]) if len(left_out) > 1 else batches
 
 
 def _refuse(folder: Path, found: IntegrityReport, allow: Collection[str]) -> None:
