@@ -32,6 +32,7 @@ def untimed(cell: Any) -> Iterator[tuple[str, ...]]:
         yield output["output_type"], *sorted(output.get("data", {})), *([] if is_timed else " ".join(kept).split())
 
 
+@pytest.mark.in_full
 def test_executed_again_it_gives_the_same_tokens_acceptance_and_counts(tmp_path: Path) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")

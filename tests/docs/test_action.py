@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +70,7 @@ class Runner:
 QUICK = "--suite gsm8k --method ngram --limit 1 --max-new-tokens 8"
 
 
+@pytest.mark.in_full
 def test_a_good_run_passes_and_leaves_page_summary_and_answers(tmp_path: Path) -> None:
     runner = Runner(tmp_path, options=QUICK)
     assert runner.play() == 0

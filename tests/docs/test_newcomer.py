@@ -22,6 +22,7 @@ def say(*words: object, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.in_full
 @pytest.mark.skipif(not PROGRAM.exists(), reason="not run by scripts/test, whose set-up the path goes through")
 def test_the_first_commands_answer_and_what_they_name_next_works(tmp_path: Path) -> None:
     assert f"{FIRST} " in (shown.ROOT / "README.md").read_text(encoding="utf-8")

@@ -36,6 +36,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.in_full
 def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > len(list(DOCS.glob("*.md")))
@@ -43,6 +44,7 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(site
     assert not found
 
 
+@pytest.mark.in_full
 def test_llms_txt_at_the_root_lists_every_page_and_each_is_there_as_markdown(site: Path) -> None:
     listed = LINK.findall((site / "llms.txt").read_text(encoding="utf-8"))
     assert sorted(listed) == sorted(f"docs/{page.name}" for page in DOCS.glob("*.md") if page.name != "index.md")
