@@ -103,7 +103,7 @@ class SteadyRounds:
 
     def verify(self, starts: Sequence[int]) -> tuple[Mapping[str, Tensor], Tensor]:
         """Verify the draft; return what the host needs by name, and as one tensor."""
-        self.target.listener.passed()
+        self.target.begin_pass(self.width)
         self._run(self.verifying, "verify", self._verify, self.target.reach(starts, self.width), self._all)
         return self.buffers.parts, self.buffers.outcome
 

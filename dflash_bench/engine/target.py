@@ -261,10 +261,8 @@ class Target:
         before it, as block diffusion needs.
         """
         assert parents is None or self.reads_trees, "open_backend refuses these"
-        self.listener.passed()
         cache, width = self.cache, tokens.shape[1]
-        self.commit([self._uncommitted] * cache.num_rows)
-        self._uncommitted = width if counts is None else 0
+        self.begin_pass(width if counts is None else 0)
         is_block = counts is None and keep_logits is ALL and not whole_block and len(starts) == cache.num_rows
         if self.graph_cache is not None and is_block:
             output = self._replayed(self.graph_cache, tokens, starts, parents)
@@ -276,6 +274,15 @@ class Target:
         some = None if len(starts) == cache.num_rows else slice(first, first + len(starts))
         logits, tapped = self.network.read(PassInputs(tokens, positions, mask, keep_logits, counts, some))
         return Output(logits.to(self.device), self.features(tapped))
+
+    def begin_pass(self, uncommitted: int) -> None:
+        """Keep all tokens of the last pass if nobody called `commit`, and expect it for `uncommitted` tokens per row.
+
+        0 if the pass itself keeps its tokens. Notifies the listener.
+        """
+        self.listener.passed()
+        self.commit([self._uncommitted] * self.cache.num_rows)
+        self._uncommitted = uncommitted
 
     def _replayed(
         self, graphs: GraphCache, tokens: Tensor, starts: Sequence[int], parents: Tensor | None

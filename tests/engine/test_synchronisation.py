@@ -471,15 +471,18 @@ def test_experts_are_captured_unless_the_host_looks_them_up(
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_recurrent_states_advance_beside_captured_passes(device: Device, num_rows: int) -> None:
+@pytest.mark.parametrize("label", ["known", "ar", "dflash", "draft-model"])
+def test_recurrent_states_advance_beside_captured_passes(device: Device, num_rows: int, label: str) -> None:
     expected = run(opened("ours: qwen3.5"), NoDrafter(), PROMPTS[:num_rows], NEW).tokens
     texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=False)]
     target = native(recurrent("qwen3.5"), moved)
+    drafter = METHODS["dflash" if label == "known" else label](target, moved)
     target.graph_cache = graphs = GraphCache(device.capture)
+    if isinstance(drafter, Captures):
+        drafter.graph_cache = GraphCache(device.capture)
     for _ in range(3):
-        scripted = Scripted(texts, 3, sometimes_wrong(0.6, 97))
-        drafter = Knowing(METHODS["dflash"](target, moved), scripted)
-        assert run(target, drafter, PROMPTS[:num_rows], NEW).tokens == expected
+        known = Knowing(drafter, Scripted(texts, 3, sometimes_wrong(0.6, 97))) if label == "known" else drafter
+        assert run(target, known, PROMPTS[:num_rows], NEW).tokens == expected
     assert graphs.num_replayed > 0 and graphs.why_not is None
 
 

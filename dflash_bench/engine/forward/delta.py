@@ -55,7 +55,7 @@ class DeltaSizes:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a pass over N tokens writes, for one layer or for several: [...] stands for (layers,) rows."""
+    """The keys, values and decays of a pass over N tokens. [...] is [B] for one layer, and [layers, B] for all."""
 
     keys: Tensor
     """[..., Hk, N, Dk], normalised."""
