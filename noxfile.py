@@ -104,7 +104,7 @@ def ray(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("version", ["2.9.1", "2.11.0", "2.13.0"])
 def torch(session: nox.Session, version: str) -> None:
-    """What a GPU takes with the oldest torch, that of common images and the newest; needs no GPU (6 GB each, once)."""
+    """GPU paths on the oldest, a common and the newest build of torch; needs no GPU (6 GB each, once)."""
     session.install(f"torch=={version}", "-e", ".[dev]")
     session.run(
         "python", "-m", "pytest", "-n", "0", *GPU_PATHS, *session.posargs, env={"OMP_NUM_THREADS": "1"}

@@ -115,7 +115,7 @@ class SteadyDrafter(Drafter, Captures, Protocol):
     """A drafter of chains that needs nothing but shapes from the host for a round (`steady.py`).
 
     `drafted_at` does the work of `propose`, and `kept_at` that of `observe` after a round; prompts come to `observe`.
-    Both write to tensors that stay where they are until the drafter's cache is allocated anew.
+    Both write to tensors that stay where they are until the drafter allocates a new cache.
     """
 
     @property

@@ -3,7 +3,7 @@
 Its network is computed by the publisher's code (`forward/hf.py`) or by our own (`forward/native.py`), for supported
 architectures; cache, positions and masks (`masks.py`) are ours. So rows of different lengths share one forward pass,
 and dropping rejected tokens costs nothing. Layers with a sliding window also cache the full length, and their mask
-limits them to the window; recurrent states are taken back (`forward/hf.py`, `forward/delta.py`).
+limits them to the window; recurrent states are rolled back (`forward/hf.py`, `forward/delta.py`).
 """
 
 from __future__ import annotations

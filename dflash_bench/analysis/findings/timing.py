@@ -134,7 +134,7 @@ def slow_plain(context: CellContext) -> Observation | None:
 
 
 LAUNCH_BOUND = 0.5
-"""Share of a plain pass's time from which launching its operations is named."""
+"""Minimum share of a plain pass's time that goes into launching its operations to be reported."""
 
 
 def launch_bound(context: CellContext) -> Observation | None:
@@ -142,8 +142,8 @@ def launch_bound(context: CellContext) -> Observation | None:
     measured = context.info.forwards if context.info else None
     if not context.is_baseline or measured is None or measured.num_launches is None or measured.launch_s is None:
         return None
-    pass_s, launching_s = measured.seconds["1"], measured.num_launches * measured.launch_s
-    if launching_s < LAUNCH_BOUND * pass_s:
+    pass_s, launching_s = measured.seconds.get("1"), measured.num_launches * measured.launch_s
+    if pass_s is None or launching_s < LAUNCH_BOUND * pass_s:
         return None
     size, rates = Size.read(measured.size.to_json()), Rates(measured.bandwidth, measured.products)
     floor_s = roofline.least_s(roofline.work(size, measured.rows, 1, measured.context), rates)

@@ -6,8 +6,8 @@ Each token decays a layer's state S [Dk, Dv] per head, and writes at its key wha
 
 The tokens of a block depend on each other only through u, which one triangular solve gives. A pass never changes the
 states: it keeps k, u and the decays of its tokens, and `commit` then sums those of the tokens that each row keeps, for
-all layers in a dozen operations. So taking back what was rejected costs no more than keeping it, nothing is computed
-twice, and a pass can be captured. A prompt, whose length is known, is committed layer by layer.
+all layers in a dozen operations. So rolling back rejected tokens costs nothing, no token is computed twice, and
+a pass can be captured. A prompt, whose length is known, is committed layer by layer.
 (Yang et al., Gated Delta Networks, arXiv 2412.06464, equation 10 and section 3.3.)
 """
 
@@ -94,7 +94,7 @@ class DeltaStates:
         With `begins` the rows have no past.
         """
         if counts is None:
-            assert rows is None, "what begins a row is not taken back"
+            assert rows is None, "the first pass of a row is not rolled back"
             yield
             return
         self.known, self.rows = KeptTokens.of(counts, self.device), rows or self.rows

@@ -1,4 +1,4 @@
-"""Mixtures of experts by our own code: the tokens of an expert are one product, and the host learns nothing of them.
+"""Mixtures of experts by our own code: one product for all tokens of an expert, with nothing read back to the host.
 
 A router scores E experts for each token; the outputs of the K best are weighted and summed. The T * K pairs of a token
 and an expert are sorted by expert, and a grouped product reads each expert's weights once for all its tokens. Shapes
@@ -106,7 +106,7 @@ def halves_gated(wide: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor
 
 
 def clamped_swiglu(wide: Tensor, alpha: float, limit: float) -> Tensor:
-    """Return g * sigmoid(alpha * g) * (u + 1), clamped, for gates g and ups u in turns [S, 2 * I] (gpt-oss)."""
+    """Return g * sigmoid(alpha * g) * (u + 1), clamped, for interleaved gates g and ups u [S, 2 * I] (gpt-oss)."""
     gate, up = wide[..., ::2].clamp(max=limit), wide[..., 1::2].clamp(-limit, limit)
     return torch.sigmoid(gate * alpha).mul_(gate).mul_(up + 1)
 

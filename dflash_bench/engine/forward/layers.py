@@ -116,7 +116,7 @@ class Gated:
 def rotate(heads: Tensor, norm: Norm | None, tables: Tables) -> None:
     """Norm heads [..., N, heads, D] and rotate them by their positions, in place.
 
-    If the tables are narrower than the heads, only so much at the front of a head is rotated.
+    If the tables are narrower than the heads, only the front of each head is rotated.
     """
     normed, size = heads if norm is None else norm(heads), tables[0].shape[-1]
     if size < heads.shape[-1]:
@@ -148,7 +148,7 @@ class Attention:
     is_gated: bool = False
     """Whether each head of queries is followed by a gate [D], whose sigmoid scales the head's result."""
     rotary_size: int | None = None
-    """How much of a head is rotated, if not all."""
+    """Number of rotated values at the front of each head; None rotates all."""
 
     def __call__(
         self, index: int, normed: Tensor, shape: torch.Size, tables: Tables, seen: Seen, cache: KVCache
@@ -171,7 +171,7 @@ class Attention:
         [B, N, heads, D].
         """
         rows, width = mixed.shape[:2]
-        # Queries, keys and values lie side by side, so queries and keys are normed and rotated in one go, in place.
+        # Queries, keys and values lie side by side, so queries and keys are normed and rotated together, in place.
         self.rotate(mixed[:, :, : self.num_heads + self.num_kv], self.head_norm, tables)
         queries = mixed[:, :, : self.num_heads].view(rows, width, self.num_kv, -1, self.head_dim)
         pair = mixed[:, :, self.num_heads :].view(rows, width, 2, self.num_kv, self.head_dim)

@@ -50,7 +50,7 @@ def layer_of(
 ) -> Layer:
     """Lay out a module's layer. `scale` applies to attention scores (default: D^-0.5); give `qkv` if it is joined.
 
-    `rotary_size` is how much of a head is rotated, if not all.
+    `rotary_size` is the number of rotated values at the front of each head; None rotates all.
     """
     attention, mlp = layer.self_attn, layer.mlp
     is_sandwich = hasattr(layer, "pre_feedforward_layernorm")
