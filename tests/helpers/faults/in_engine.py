@@ -25,6 +25,7 @@ from dflash_bench.engine.forward.hf import KeptTokens, PassInputs, Recurrence
 from dflash_bench.engine.masks import Masks, PassMask
 from dflash_bench.engine.rows import Slot
 from dflash_bench.engine.sampling import Sampler
+from dflash_bench.engine.steady import SteadyRounds
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft, Verdict
 
@@ -86,14 +87,28 @@ class Wrapped:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._network, name)
 
+    def _asked(self, tokens: Tensor, positions: Tensor, mask: PassMask) -> tuple[Tensor, Tensor, PassMask]:
+        if self._ask is None:
+            return tokens, positions, mask
+        options = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask.build(), "mask": mask}
+        self._ask(options)
+        built = options["attention_mask"]
+        changed = Changed(mask.masks, mask.starts, mask.width, mask.parents, mask.whole_block, built)
+        return options["input_ids"], options["position_ids"], changed
+
+    def through(self, *inputs: Any) -> tuple[Tensor, list[Tensor]]:
+        """In a pass that may be captured."""
+        through: tuple[Tensor, list[Tensor]] = self._network.through(*self._asked(*inputs))
+        return through
+
+    def logits(self, x: Tensor) -> Tensor:
+        logits: Tensor = self._network.logits(x)
+        return self._answer(logits) if self._answer else logits
+
     def read(self, inputs: PassInputs) -> tuple[Tensor, list[Tensor]]:
         if self._ask:
-            mask = inputs.mask
-            options = {"input_ids": inputs.tokens, "position_ids": inputs.positions, "attention_mask": mask.build()}
-            self._ask(options)
-            tokens, positions, built = options.values()
-            changed = Changed(mask.masks, mask.starts, mask.width, mask.parents, mask.whole_block, built)
-            inputs = replace(inputs, tokens=tokens, positions=positions, mask=changed)
+            tokens, positions, mask = self._asked(inputs.tokens, inputs.positions, inputs.mask)
+            inputs = replace(inputs, tokens=tokens, positions=positions, mask=mask)
         with pytest.MonkeyPatch.context() as patch:
             # Compiled kernels read the description of a mask, and not what is built of it.
             patch.setattr(compiled, "placed_by", _placed_by)
@@ -108,19 +123,28 @@ def _around_passes(
     least: int = 2,
 ) -> None:
     """In passes after the prefill over at least so many tokens a row."""
-    forward = Target.forward
+    forward, verify_steadily = Target.forward, SteadyRounds._verify
+
+    def wrapped(target: Target, call: Callable[[], Any]) -> Any:
+        sound = target.network
+        target.network = Wrapped(sound, ask, answer)
+        try:
+            return call()
+        finally:
+            target.network = sound
 
     def faulty(self: Target, tokens: Tensor, starts: Sequence[int], *args: Any, **options: Any) -> Any:
         if max(starts) == 0 or tokens.shape[1] < least:
             return forward(self, tokens, starts, *args, **options)
-        sound = self.network
-        self.network = Wrapped(sound, ask, answer)
-        try:
-            return forward(self, tokens, starts, *args, **options)
-        finally:
-            self.network = sound
+        return wrapped(self, lambda: forward(self, tokens, starts, *args, **options))
+
+    def faulty_round(self: SteadyRounds, *inputs: Any) -> Any:
+        if self.width < least:
+            return verify_steadily(self, *inputs)
+        return wrapped(self.target, lambda: verify_steadily(self, *inputs))
 
     patch.setattr(Target, "forward", faulty)
+    patch.setattr(SteadyRounds, "_verify", faulty_round)
 
 
 def _mask(change: Callable[[Tensor, int], None]) -> Plant:
@@ -128,10 +152,13 @@ def _mask(change: Callable[[Tensor, int], None]) -> Plant:
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         def ask(options: dict[str, Any]) -> None:
-            width = options["input_ids"].shape[1]
-            mask = options["attention_mask"].clone()
-            change(mask[..., -width:], width)
-            options["attention_mask"] = mask
+            mask, width, cache = options["attention_mask"].clone(), options["mask"].width, options["mask"].masks.cache
+            # A captured pass covers more places than its block ends at.
+            places = cache.positions - (cache.visible - mask.shape[-1])
+            columns = places[: len(mask), None, None].expand(len(mask), 1, width, width)
+            block = mask.gather(-1, columns)
+            change(block, width)
+            options["attention_mask"] = mask.scatter(-1, columns, block)
 
         _around_passes(patch, ask)
 
@@ -341,7 +368,12 @@ def _second_best_at_near_ties(patch: pytest.MonkeyPatch) -> None:
             else choose(self, logits, places)
         )
 
+    def of_block(logits: Tensor) -> Tensor:
+        return faulty(Sampler, logits, None) if logits.shape[1] > 1 else likeliest(logits)
+
+    likeliest = verify.likeliest
     patch.setattr(Sampler, "choose", faulty)
+    patch.setattr(verify, "likeliest", of_block)
 
 
 def _relaxed(patch: pytest.MonkeyPatch) -> None:
