@@ -362,6 +362,8 @@ class Answer:
     """The judge's finding whether every token is the published model's own choice; None if not audited."""
     clock_s: float | None = None
     """Seconds on the runner's own clock from the request for this answer alone to its end."""
+    clock_doubt: str | None = None
+    """How the runner's clock contradicts an answer's times on a GPU, if its counts agree."""
     pass_s: float | None = None
     """Seconds of the quicker one-token passes right after a plain answer decoded alone, at its context."""
     worker: int | None = None

@@ -132,6 +132,9 @@ class _State:
     def rounds(self) -> Iterator[Round]:
         self.clock.settle()
         begin = self._begin([slot.request for slot in self.slots])
+        # An idle device may reach the mark late if other processes use it.
+        self.clock.settle()
+        self.listener.marked()
         for slot in self.slots:
             slot.began = begin
         yield from self._read(0, self.slots)
@@ -144,11 +147,7 @@ class _State:
     def _begin(self, requests: Sequence[int]) -> object:
         for request in requests:
             self.listener.began(request)
-        begin = self.clock.mark()
-        # An idle device may reach the mark late if other processes use it.
-        self.clock.settle()
-        self.listener.marked()
-        return begin
+        return self.clock.mark()
 
     def _tell(self, emitted: Sequence[list[int] | None], slots: Sequence[Slot]) -> None:
         for slot, tokens in zip(slots, emitted, strict=True):
@@ -161,6 +160,9 @@ class _State:
             if slot.finish and self.waiting:
                 self.slots[place], self.starts[place] = self.waiting.popleft(), 0
                 self.slots[place].began = self._begin([self.slots[place].request])
+                if not self.clock.runs_ahead:
+                    # Waiting for an event would stall the other rows: its moment stays open until the next read.
+                    self.listener.marked()
 
     def _fill(self) -> Iterator[Round]:
         """Admit waiting prompts, and read about PART tokens of unread prompts; yield their prefills."""

@@ -99,6 +99,9 @@ class DecodingError(UserError):
 class Clock(Protocol):
     """Measures time: by the host's clock on a CPU, by events on a GPU, where the host runs ahead of the device."""
 
+    runs_ahead: bool
+    """Whether a mark is an event that the device may reach later than the host sets it."""
+
     def mark(self) -> object: ...
 
     def seconds(self, start: object, end: object) -> float: ...
@@ -109,6 +112,8 @@ class Clock(Protocol):
 
 
 class HostClock:
+    runs_ahead = False
+
     def mark(self) -> float:
         return time.perf_counter()
 
@@ -122,6 +127,8 @@ class HostClock:
 
 class CudaClock:
     """Records events, which does not wait for the device; reading their times does."""
+
+    runs_ahead = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -246,6 +246,12 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
         ),
         "the method works before or after it is timed; do not use these numbers",
     ),
+    "clock_doubt": (
+        lambda num_answers, num_all, reason: (
+            f"the runner's clock contradicts the times of {num_answers:,} of {num_all:,} answers ({reason})"
+        ),
+        "their tokens and rounds agree; run again where nothing else uses the GPU before relying on these times",
+    ),
     "slow_plain": (
         lambda round_s, pass_s: (
             f"{FLATTERED}; a round takes {1000 * round_s:.3g} ms, and a pass over one token {1000 * pass_s:.3g} ms"

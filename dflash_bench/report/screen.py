@@ -43,6 +43,7 @@ FAULTS = (
 """Findings to show, the worst first; those that forbid a speed-up stand above them, in sentences."""
 WEAKNESSES = (
     "no_decode_speed",
+    "clock_doubt",
     "slow_plain",
     "launch_bound",
     "fallback",

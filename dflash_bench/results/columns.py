@@ -154,6 +154,8 @@ _STORED = (
               is_newer=True),
     RowColumn("pass_s", "double", "answer", WHOLE, "seconds of one pass of the target, measured beside the answer",
               is_newer=True),
+    RowColumn("clock_doubt", "string", "answer", WHOLE, "how the runner's clock contradicts the times on a GPU",
+              is_newer=True),
 )
 # fmt: on
 

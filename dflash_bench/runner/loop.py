@@ -124,14 +124,16 @@ class Conversation:
         why = stopwatch.objection(
             watch, generation, request=request, tells_rounds=self.backend.tells_rounds,
             num_rows=self.item.settings.concurrency, is_probe=is_probe(method), was_late=method in self.warm.late,
+            by_events=str(self.backend.describe().get("device")).startswith("cuda"),
         )  # fmt: skip
         if request is None:
             (self.warm.late.add if watch.is_late(is_probe(method)) else self.warm.late.discard)(method)
         times = start_s + generation.start_s, start_s + generation.end_s
-        if why is not None:
+        if why is not None and why.fails:
             generation = generation.refused(str(why))
         more = {
             "clock_s": watch.clock_s(request),
+            "clock_doubt": None if why is None or why.fails else why.why,
             "measured": self._columns(lambda one: one.answer(generation)),
         }
         record = self.item.record(method, turn, generation, times, more)

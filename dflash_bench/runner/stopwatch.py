@@ -1,7 +1,8 @@
 """An independent clock and counter: the runner observes an answer itself, and compares it with the backend's report.
 
 A backend times and counts the tokens it decodes. Meanwhile the runner records every token and its arrival time with a
-clock of its own. If the two disagree, the answer has failed, whichever is right.
+clock of its own. If the two disagree, the answer has failed, whichever is right. On a GPU only the counts decide until
+the tolerance of its events has been measured there: times that disagree are a finding.
 
 On a GPU, tokens reach the host after the round's only synchronisation; later work on the device (a draft that reads the
 accepted tokens) is observed with the next round, and the last round of an answer decoded alone has none. The first
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -204,6 +205,8 @@ class Objection:
 
     by: Literal["clock", "counter"]
     why: str
+    fails: bool = True
+    """Whether the answer has failed; otherwise its times are in doubt."""
 
     def __str__(self) -> str:
         return f"{self.by}: {self.why}"
@@ -218,11 +221,13 @@ def objection(
     num_rows: int = 1,
     is_probe: bool = False,
     was_late: bool = False,
+    by_events: bool = False,
 ) -> Objection | None:
     """Return the contradiction between an answer and the runner's observation; None if there is none.
 
     Without a `request` the answer was decoded alone. In a batch of `num_rows` its interval must lie within the call's.
-    Only a probe may read its prompts before they start. `was_late`: the method's previous call was late.
+    Only a probe may read its prompts before they start. `was_late`: the method's previous call was late. `by_events`:
+    the times are those of events on a GPU, and cast doubt if tokens, rounds and the length of the call agree.
     """
     if generation.error is not None:
         return None
@@ -243,7 +248,8 @@ def objection(
     counted = _counted(answer, generation) or _begun(watch, answer, request or 0, num_rows)
     if request is None:
         counted = counted or _passes(answer)
-    return counted or _timed(answer, generation, is_alone=request is None) or _beside(watch, is_probe, was_late)
+    timed = _timed(answer, generation, is_alone=request is None) or _beside(watch, is_probe, was_late)
+    return counted or (timed and replace(timed, fails=not by_events))
 
 
 def _begun(watch: Stopwatch, answer: AnswerMoments, request: int, num_rows: int) -> Objection | None:

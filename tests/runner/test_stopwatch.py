@@ -15,7 +15,7 @@ import pytest
 from pyarrow import parquet
 
 import dflash_bench as db
-from dflash_bench.core.types import Answer, Generation
+from dflash_bench.core.types import Answer, Generation, Listener, Message, Settings
 from dflash_bench.engine.backend import LocalBackend, RequestTrace
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.ngram import NGramDrafter
@@ -89,7 +89,7 @@ def assert_denied(engine: LocalBackend, folder: Path, methods: set[str], why: st
     caller = session.Caller(print, opens=lambda *_: engine)
     session.perform(request, folder / "run", resume=False, caller=caller)
     rows = store.load(folder / "run")[1]
-    assert {row.method for row in rows if row.generation.error} == methods
+    assert {row.method for row in rows if row.generation.error} == methods, [row.generation.error for row in rows]
     for row in rows:
         if row.method in methods:
             assert (row.generation.error or "").startswith(why)
@@ -113,6 +113,8 @@ LATE_S = 0.02
 
 class SharedDeviceClock(HostClock):
     """The clock of a shared device: after idling, it starts queued work up to LATE_S late."""
+
+    runs_ahead = True
 
     def __init__(self) -> None:
         self.is_idle, self.free_s, self.numbers = True, 0.0, random.Random(0)
@@ -145,6 +147,61 @@ def test_answers_of_a_device_that_others_use_are_sound(
         monkeypatch.setattr(Target, name, queued)
     monkeypatch.setattr(engine, "clock", clock)
     assert_denied(engine, tmp_path, set(), "", limit=4, concurrency=(concurrency,))
+
+
+class Order(Listener):
+    """Notes in which order prompts begin, the host waits for the device, and the clock has been read."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def began(self, request: int) -> None:
+        self.events.append("began")
+
+    def marked(self) -> None:
+        self.events.append("marked")
+
+    def received(self, request: int, tokens: Sequence[int]) -> None:
+        self.events.append("received")
+
+
+@each("runs_ahead", [True, False])
+def test_a_prompt_that_begins_beside_others_makes_nobody_wait(
+    engine: LocalBackend, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
+) -> None:
+    """Its moment stays open until the next read where the clock's mark is an event of a device."""
+    clock, order = HostClock(), Order()
+    clock.runs_ahead = runs_ahead
+    clock.settle = lambda: order.events.append("waits")  # type: ignore[method-assign]
+    monkeypatch.setattr(engine, "clock", clock)
+    chats = [((Message("user", f"What is {number} and 1?"),), 0) for number in range(4)]
+    engine.serve("ar", chats, Settings(concurrency=2), listener=order)
+    events = order.events
+    assert events[:5] == ["waits", "began", "began", "waits", "marked"]
+    later = [events[at + 1] for at in range(3, len(events)) if events[at] == "began"]
+    assert len(later) == 2 and {*later} <= ({"began", "received"} if runs_ahead else {"marked"})
+
+
+@each("change", [None, merged, another_token])
+def test_times_on_a_gpu_that_the_clock_contradicts_are_a_finding_and_wrong_counts_a_failure(
+    engine: LocalBackend, main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change | None
+) -> None:
+    """The engine's clock is slow in all cases, and its rounds add up to its times."""
+    seconds, sound = HostClock.seconds, RequestTrace.generation
+    monkeypatch.setattr(HostClock, "seconds", lambda *args: seconds(*args) / 2)
+    if change is not None:
+        monkeypatch.setattr(RequestTrace, "generation", lambda *args: change(sound(*args)))
+    monkeypatch.setattr(engine, "about", {**engine.about, "device": "cuda:0"})
+    assert_denied(engine, tmp_path, {"ar", "dflash"} if change else set(), "counter: the runner received")
+    rows = store.load(tmp_path / "run")[1]
+    assert all(bool(row.clock_doubt) == (change is None) for row in rows)
+    if change is not None:
+        return
+    found = [one for one in db.load(tmp_path / "run").findings if one.kind == "clock_doubt"]
+    assert {(place.method, one.values[0]["num_answers"]) for one in found for place in one.places} == {
+        ("ar", 1), ("dflash", 1)
+    }  # fmt: skip
+    assert "contradicts the times of 2 answers" in main("check", tmp_path / "run")[1]
 
 
 def test_a_round_that_asks_the_target_twice_is_found(

@@ -220,6 +220,7 @@ _FORBIDDING: tuple[Check, ...] = (_mismatch, servers.plain_drafts, _nothing_draf
 CHECKS: tuple[Check, ...] = (
     _mismatch,
     timing.hidden_time,
+    timing.clock_doubt,
     timing.slow_plain,
     timing.launch_bound,
     servers.worse_answers,

@@ -156,6 +156,15 @@ def launch_bound(context: CellContext) -> Observation | None:
     )
 
 
+def clock_doubt(context: CellContext) -> Observation | None:
+    """Look for answers on a GPU whose times the runner's clock contradicts, though their counts agree."""
+    doubts = context.succeeded["clock_doubt"].dropna()
+    if doubts.empty:
+        return None
+    counts = context.tally(context.succeeded.loc[doubts.index])
+    return context.observe("clock_doubt", **counts, reason=str(doubts.iloc[0]))
+
+
 HIDDEN_S, HIDDEN_SHARE = 1e-3, 0.05
 """Tolerance for a call beyond its answer's times and the excess of plain calls: seconds, and a share of these times."""
 HIDDEN_OFTEN = 0.75

@@ -154,6 +154,10 @@ def check_runs(
         return GateResult(GateOutcome(tuple(empty), tuple(untried)), {})
     cells = [compare.comparable_cells(results) for results in read]
     outcome = judge(read, cells, expected, user_limits, allow)
+    for results, name in named:
+        if doubted := int(results.rows["clock_doubt"].notna().sum()):
+            note = f"the runner's clock contradicts the times of {doubted:,} answers on the GPU; their counts agree"
+            untried.append(f"{name}: {note}" if name else note)
     if expected and len(known) > 1:
         untried.insert(0, f"of {len(known)} baselines in the file, that of {baselines.machine(expected.info)} is used")
     outcome = replace(outcome, notes=(*outcome.notes, *untried))
