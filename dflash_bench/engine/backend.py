@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import dtype_name
@@ -36,7 +37,7 @@ from dflash_bench.engine.rows import Clock, DecodingError, Limits, Round, clock_
 from dflash_bench.engine.sampling import Sampling, inverse_cdf, likeliest, probabilities
 from dflash_bench.engine.selection import compile_like, network_name, target_of
 from dflash_bench.engine.target import Target
-from dflash_bench.models import chat, presets
+from dflash_bench.models import chat, memory, presets
 from dflash_bench.models.loading import Models, kind_of
 from dflash_bench.models.presets import Preset
 
@@ -181,7 +182,8 @@ def open_backend(
     }
     about = _about(models, preset, methods, drafters) | computed | dict(machine or {})
     about["judge"] = {"target": about["target"], "dtype": about["dtype"], "weights": chat_judge.weights}
-    return LocalBackend(target, models.tokenizer, drafters, limits, seed, about, chat_judge)
+    drafts = {method.label: models.draft_of(method) for method in methods if method.draft is not None}
+    return LocalBackend(target, models.tokenizer, drafters, limits, seed, about, chat_judge, drafts)
 
 
 def _about(
@@ -264,11 +266,16 @@ class LocalBackend:
         seed: int = 0,
         about: Mapping[str, Any] | None = None,
         chat_judge: ChatJudge | None = None,
+        drafts: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        """Without `chat_judge` the target's own model is the judge, and answers end by `limits`."""
+        """Without `chat_judge` the target's own model is the judge, and answers end by `limits`.
+
+        `drafts` are the networks in memory, by the labels of their methods.
+        """
         self.about = about or {}
         self.target, self.tokenizer, self.drafters = target, tokenizer, drafters
         self.limits, self.seed = limits, seed
+        self.drafts = drafts or {}
         self.clock = clock_for(target.device)
         self.chat_judge = chat_judge or judge_of_model(target.model, lambda: limits.stop_ids, limits.max_new_tokens)
 
@@ -292,7 +299,9 @@ class LocalBackend:
         }
         self.chat_judge.objections.clear()
         drafters = {label: self.drafters[label] for label in labels}
-        return LocalBackend(self.target, self.tokenizer, drafters, self.limits, self.seed, about, self.chat_judge)
+        return LocalBackend(
+            self.target, self.tokenizer, drafters, self.limits, self.seed, about, self.chat_judge, self.drafts
+        )
 
     def captured(self) -> dict[str, float | int]:
         """Return counts of captured and replayed passes (`capture_stats`)."""
@@ -376,7 +385,7 @@ class LocalBackend:
         begin = next((trace.begin for trace in traces if trace.rounds), None)
         return [
             trace.timed(self.with_thinking(generation, trace.prompt), self.clock, begin)
-            for generation, trace in zip(self._generations(traces, error), traces, strict=True)
+            for generation, trace in zip(self._generations(method, traces, error), traces, strict=True)
         ]
 
     def generate_ids(
@@ -392,9 +401,9 @@ class LocalBackend:
         Prompts are decoded together, or `num_rows` at a time; waiting prompts take the slots of finished ones.
         `seeds` holds a seed per prompt, in place of the seed in `sampling`.
         """
-        return self._generations(
-            *self._decode(method, prompts, sampling or Sampling(seed=self.seed), seeds, num_rows, lambda: None, NOBODY)
-        )
+        sampling = sampling or Sampling(seed=self.seed)
+        decoded = self._decode(method, prompts, sampling, seeds, num_rows, lambda: None, NOBODY)
+        return self._generations(method, *decoded)
 
     def _decode(
         self,
@@ -425,13 +434,13 @@ class LocalBackend:
             return traces, "out of GPU memory"
         return traces, "nothing was decoded"
 
-    def _generations(self, traces: Sequence[RequestTrace], error: str) -> list[Generation]:
+    def _generations(self, method: str, traces: Sequence[RequestTrace], error: str) -> list[Generation]:
         """Return a generation per trace, with `error` for unfinished traces."""
-        generations = []
+        generations, peak_bytes = [], self._peak_memory(method)
         for trace in traces:
             text = self.decode(trace.tokens)
             generations.append(
-                trace.generation(self.clock, text, self.limits.stop_ids, self._peak_memory())
+                trace.generation(self.clock, text, self.limits.stop_ids, peak_bytes)
                 if trace.has_ended
                 else trace.failed(text, error)
             )
@@ -477,8 +486,15 @@ class LocalBackend:
         if self.target.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.target.device)
 
-    def _peak_memory(self) -> int | None:
-        """Return peak bytes on the GPU, or None on a CPU, where only the whole process's peak is known."""
+    def _peak_memory(self, method: str) -> int | None:
+        """Return peak bytes on the GPU without `unused_bytes`; None on a CPU, which tells only the process's peak."""
         if self.target.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.target.device)
+            return torch.cuda.max_memory_allocated(self.target.device) - self.unused_bytes(method)
         return None
+
+    def unused_bytes(self, method: str) -> int:
+        """Return the bytes of weights beside the target that the method does not use: other drafts, the judge's own."""
+        judge, draft = self.chat_judge.loaded, self.drafts.get(method)
+        used = [self.target.model] if draft is None else [self.target.model, draft]
+        held = memory.held_bytes([*self.drafts.values(), *([] if judge is None else [judge])], self.target.device)
+        return sum(held[weight] for weight in held.keys() - memory.held_bytes(used, self.target.device).keys())

@@ -77,6 +77,12 @@ class ChatJudge:
         """Return the judge of answers to prompts of token ids. Raises UserError if its weights cannot be read."""
         return Judge(self._model(), self.words.stop_ids, self.max_new_tokens)
 
+    @property
+    def loaded(self) -> nn.Module | None:
+        """Return the judge's modules; None if nothing has used them yet."""
+        model: nn.Module | None = self.judge.model if "judge" in vars(self) else None
+        return model
+
     def read(self) -> None:
         """Read weights, tokenizer and stop ids now."""
         assert self.judge is not None

@@ -84,6 +84,12 @@ def bytes_of(weights: Iterable[Any]) -> int:
     return sum(map(quantization.stored_bytes, weights))
 
 
+def held_bytes(models: Iterable[nn.Module], device: torch.device) -> dict[int, int]:
+    """Return the bytes of every parameter and buffer on the device, by its identity: shared ones count once."""
+    tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+    return {id(tensor): quantization.stored_bytes(tensor) for tensor in tensors if tensor.device == device}
+
+
 def matrix_elements(weights: Iterable[Any]) -> int:
     """Return the elements of all matrices among these; norms and biases are negligible."""
     return sum(quantization.num_elements(weight) for weight in weights if weight.ndim == 2)

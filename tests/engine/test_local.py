@@ -15,7 +15,8 @@ from dflash_bench.core.methods import METHODS, Method, parse
 from dflash_bench.core.types import Message, Settings
 from dflash_bench.engine.backend import LocalBackend, open_backend, stop_ids
 from dflash_bench.engine.drafter import Committed, NoDrafter
-from dflash_bench.engine.rows import Limits
+from dflash_bench.engine.judge_weights import ChatJudge, Words
+from dflash_bench.engine.rows import HostClock, Limits
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
@@ -24,6 +25,7 @@ from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.presets import Preset
 from helpers.each import each
+from helpers.pretended_gpu.pretend import Device, moved
 from helpers.toy import Letters, Scripted, plain, sometimes_wrong, tiny
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]
@@ -62,10 +64,31 @@ def test_a_generation_adds_up() -> None:
         assert given.prefill_s > 0 and given.decode_s >= sum(given.round_s) + given.draft_prefill_s - 1e-9
 
 
+def test_the_memory_of_an_answer_is_without_what_its_method_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator holds the target, two drafts, 1,000 bytes and later the judge's copy; a draft shares a weight."""
+    target, own, alone = *map(copy.deepcopy, [tiny("qwen3")] * 2), torch.nn.Linear(10, 5, bias=False)
+    beside = torch.nn.ModuleList([torch.nn.Linear(10, 7, bias=False), target.get_input_embeddings()])
+    with Device().entered(), torch.inference_mode():
+        chat_judge = ChatJudge(lambda: moved(own), lambda: Words(None, frozenset()), 3)
+        drafts = {"alone": moved(alone), "beside": moved(beside)}
+        drafters = dict.fromkeys(["ar", *drafts], NoDrafter())
+        local = LocalBackend(
+            Target(moved(target)), Letters(), drafters, Limits(3), chat_judge=chat_judge, drafts=drafts
+        )
+        local.clock = HostClock()
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+        for judges in ([], [moved(own)]):
+            allocated = sum(one.nbytes for model in judges for one in (*model.parameters(), *model.buffers())) + 1480
+            monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _, allocated=allocated: allocated)
+            found = {name: local.generate_ids(name, [[1, 2]])[0].peak_memory_bytes for name in drafters}
+            assert found == {"ar": 1000, "alone": 1200, "beside": 1280}
+            chat_judge.read()
+
+
 class Steps:
     """A clock that goes on where somebody says so."""
 
-    now = 0.0
+    runs_ahead, now = False, 0.0
 
     def mark(self) -> float:
         return self.now
