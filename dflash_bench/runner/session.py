@@ -27,7 +27,7 @@ from dflash_bench.results.run_info import read_info
 from dflash_bench.runner import loop, work, workers
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import RunPlan, methods_and_model, modes_of, plan_run, settings_of
-from dflash_bench.runner.rules import objectives
+from dflash_bench.runner.rules import is_concurrent, objectives
 from dflash_bench.runner.setup import (
     add_judge,
     captured_of,
@@ -84,8 +84,14 @@ class Tally:
         return " ".join(filter(None, (speed, length)))
 
 
+LONG_S = 1800.0
+"""A run that is expected to take longer says so."""
+SAMPLE_S = 30.0
+"""The least time to expect that from."""
+
+
 class Progress(AbstractContextManager["Progress"]):
-    """A bar in a terminal; elsewhere a line every few seconds."""
+    """A bar in a terminal; elsewhere a line every few seconds. A note at the beginning of a long run."""
 
     def __init__(
         self,
@@ -94,11 +100,14 @@ class Progress(AbstractContextManager["Progress"]):
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
         left_s: Callable[[], float] | None = None,
+        num_methods: int = 1,
+        advice: str = "",
     ) -> None:
-        """`left_s` returns the time left of a run with a time limit."""
+        """`left_s` returns the time left of a run with a time limit; `advice` tells how to shorten a long run."""
+        self.num_methods, self.advice = num_methods, advice
         self.total, self.num_stored, self.num_new = total, num_stored, 0
         self.stream, self.clock, self.left_s = stream or sys.stderr, clock, left_s
-        self.begun = self.last_line = clock()
+        self.begun = self.last_line = self.first = clock()
         self.tallies: dict[tuple[str, str], Tally] = {}
         self.plain: dict[tuple[str, str], Tally] = {}
         """For each cell, the tally of plain decoding under its settings."""
@@ -123,6 +132,7 @@ class Progress(AbstractContextManager["Progress"]):
 
     def measured(self, record: Answer, doing: str) -> None:
         self.num_new += 1
+        self._announce()
         tally = self.tallies.setdefault((record.suite, doing), Tally())
         tally.add(record)
         if record.method != BASELINE and (record.suite, doing) not in self.plain:
@@ -144,6 +154,22 @@ class Progress(AbstractContextManager["Progress"]):
             self.stream.write("\n  ".join(lines) + "\n")
             self.stream.flush()
 
+    def _announce(self) -> None:
+        """Write once, early on, that the run will take long: by its pace after the first answer and the warm-up."""
+        if self.num_new == 1:
+            self.first = self.clock()
+        sampled_s = self.clock() - self.first
+        if not self.advice or sampled_s < SAMPLE_S or self.num_new <= self.num_methods:
+            return
+        left_s = sampled_s / (self.num_new - 1) * (self.total - self.num_stored - self.num_new)
+        if left_s > LONG_S:
+            note = f"note: at the pace of its first answers, this run takes {_about(left_s)}; {self.advice}"
+            self.advice = ""
+            if self.bar is None:
+                print(note, file=self.stream, flush=True)
+            else:
+                self.bar.console.print(note, markup=False, highlight=False, soft_wrap=True)
+
     def _speedups(self) -> list[str]:
         """Return a line per suite with its speed-ups so far, without intervals: they still move."""
         by_suite: dict[str, list[str]] = {}
@@ -161,6 +187,11 @@ class Progress(AbstractContextManager["Progress"]):
             return ""
         per_answer_s = (self.clock() - self.begun) / self.num_new
         return _in_words(per_answer_s * (self.total - self.num_stored - self.num_new))
+
+
+def _about(seconds: float) -> str:
+    hours = seconds / 3600
+    return f"about {hours:.0f} hours" if hours >= 1.5 else f"about {5 * round(seconds / 300)} minutes"
 
 
 def _in_words(left_s: float) -> str:
@@ -308,11 +339,11 @@ def _run(
         if not request.asks_servers:
             run.decode = decoder_of(model.target, request.trust_remote_code)
         if isinstance(backend, WorkerPool):
-            with caller.progress(plan.num_generations, len(run.stored)) as progress:
+            with _progress(plan, run, caller, request, resume) as progress:
                 at_end: dict[str, Any] = {"captures": workers.execute(plan, backend, run, progress)}
             judges = backend.judge_report()
         else:
-            at_end = _execute(plan, backend, run, caller, request)
+            at_end = _execute(plan, backend, run, caller, request, resume)
             judges = judge_report(backend)
         at_end |= entries(plan.instruments, lambda one: one.ends(launched))
         run.mark_finished(at_end | _judges_report(judges, run, tell))
@@ -330,12 +361,12 @@ def _plan(resolved: RunPlan, settings: Sequence[Settings]) -> WorkPlan:
 
 
 def _execute(
-    plan: WorkPlan, backend: Backend, run: store.RunStore, caller: Caller, request: RunRequest
+    plan: WorkPlan, backend: Backend, run: store.RunStore, caller: Caller, request: RunRequest, resume: bool
 ) -> dict[str, Any]:
     """Run all prompts, or those there is time for. Return what `run.json` stores at the end."""
     at_end: dict[str, Any] = {}
     if request.budget is None:
-        with caller.progress(plan.num_generations, len(run.stored)) as progress:
+        with _progress(plan, run, caller, request, resume) as progress:
             loop.execute(plan, backend, run, progress)
     else:
         from dflash_bench.runner import budget
@@ -350,6 +381,16 @@ def _execute(
     if request.asks_servers:
         at_end["client_lag"] = late(backend)
     return at_end | {"captures": captured_of(backend)} | pass_of(backend)
+
+
+def _progress(plan: WorkPlan, run: store.RunStore, caller: Caller, request: RunRequest, resume: bool) -> Progress:
+    """Return the progress of a run without a time limit."""
+    advice = "--for 30m measures what fits into 30 minutes"
+    if is_concurrent(request) or request.rate or request.workers is not None:
+        advice = "--limit N measures N prompts of each suite"
+    return caller.progress(
+        plan.num_generations, len(run.stored), num_methods=len(plan.methods), advice="" if resume else advice
+    )
 
 
 def _judges_report(judges: JudgeReport, run: store.RunStore, tell: Callable[[str], object]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import GREEDY, Answer, Generation, Message, Settings
 from dflash_bench.results import store, table
 from dflash_bench.results.run_info import read_info
-from dflash_bench.runner import budget
+from dflash_bench.runner import budget, session
 from dflash_bench.runner.budget import Spent
 from dflash_bench.runner.work import WorkPlan
 from dflash_bench.tasks import suites
@@ -201,6 +201,18 @@ def test_one_prompt_is_measured_however_short_the_time(
     assert {suite: len(own) for suite, own in prompts_of("out").items()} == {"gsm8k": 1}
     told = capsys.readouterr().err
     assert "note: " in told and "prompts" in told and "--for" in told
+
+
+@each("words, is_told", [((), True), (("--for", "1h"), False)])
+def test_who_starts_a_long_run_is_told_how_to_measure_less(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: Captured, words: tuple[str, ...], is_told: bool
+) -> None:
+    """Any run is long here."""
+    monkeypatch.setattr(session, "LONG_S", 0.0)
+    monkeypatch.setattr(session, "SAMPLE_S", 0.0)
+    assert run(monkeypatch, "--limit", "3", *words, "--out", "out") == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if "this run takes" in line]
+    assert len(notes) == is_told and all("--for 30m" in note for note in notes)
 
 
 def kill(clock: Clock, monkeypatch: pytest.MonkeyPatch, at: int, *words: str) -> None:

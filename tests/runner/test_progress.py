@@ -9,6 +9,7 @@ import pytest
 from dflash_bench.core.methods import shown
 from dflash_bench.runner import session
 from dflash_bench.runner.session import Progress
+from helpers.each import each
 from helpers.rows import drafted, failed, plain
 
 
@@ -86,6 +87,22 @@ def test_each_suite_has_its_speedups_so_far() -> None:
     first, *others = stream.getvalue().splitlines()
     assert first.startswith("6/9 ") and "math500 · dflash 250.0 tok/s al 5.00" in first
     assert others == [f"  {suite}: dflash (temperature 1) 2.50x so far" for suite in ("gsm8k", "math500")]
+
+
+@each("is_terminal", [False, True])
+@each("answer_s, number, said", [(20, 3000, "8 hours"), (20, 300, "50 minutes"), (20, 92, ""), (0.6, 300, "")])
+def test_a_long_run_says_once_what_it_takes_and_how_to_shorten_it(
+    answer_s: float, number: int, said: str, is_terminal: bool
+) -> None:
+    """Half of the answers take no time, and the warm-up takes 1,000 s."""
+    stream, clock = Terminal() if is_terminal else io.StringIO(), Clock()
+    with Progress(number, 0, stream, clock, num_methods=2, advice="--for 30m") as progress:
+        clock.now += 1000
+        for at in range(60):
+            progress.measured(plain(f"p{at}", 3), "plain")
+            clock.now += answer_s * (at % 2)
+    notes = [line for line in stream.getvalue().splitlines() if "--for 30m" in line]
+    assert len(notes) == bool(said) and all(said in note for note in notes)
 
 
 def test_in_a_terminal_there_is_a_bar_and_it_goes_away(capsys: pytest.CaptureFixture[str]) -> None:
