@@ -15,10 +15,12 @@ from torch import Tensor
 
 from dflash_bench.core.errors import UserError, first_line
 from dflash_bench.engine.drafter import Captures, Drafter
+from dflash_bench.engine.drafters.draft_model import ModelDrafter
+from dflash_bench.engine.forward.hf import HFForward
 from dflash_bench.engine.forward.layers import Gated, Layer, Norm, Tables
 from dflash_bench.engine.forward.native import NativeForward
 from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3, NativeMTP
-from dflash_bench.engine.graphs import TOLERANCES, GraphCache, cuda_graph, inductor, keep_compiled
+from dflash_bench.engine.graphs import TOLERANCES, GraphCache, cuda_graph, inductor, keep_compiled, why_unlike
 from dflash_bench.engine.lengths import is_for
 from dflash_bench.engine.target import Steady, Target
 from dflash_bench.models.presets import cache_folder
@@ -38,16 +40,18 @@ def capture_passes(target: Target, drafters: Iterable[Drafter], how: str | None)
         keep_compiled(cache_folder() / "compiled")
         compiled = partial(GraphCache, inductor, is_whole=True, must=True, tolerances=TOLERANCES)
         return _set(target, drafters, how, compiled)
-    if how == OFF or (how is None and (target.device.type != "cuda" or not isinstance(target.network, Steady))):
+    if how == OFF or (how is None and target.device.type != "cuda"):
         return OFF
     if target.device.type != "cuda":
         raise UserError("--graph on needs a CUDA device; leave it out")
-    if not isinstance(target.network, Steady):
-        raise UserError("--graph on captures passes of --engine native only, which does not compute this target")
     _set(target, drafters, "graph", lambda: GraphCache(cuda_graph))
     reason = target.why_uncaptured = _probe(target)
     if reason is None:
         target.why_unfused = _fuse(target, drafters)
+        for model in (drafter.model for drafter in drafters if isinstance(drafter, ModelDrafter)):
+            if isinstance(model.network, HFForward):
+                model.graph_cache = GraphCache(cuda_graph)
+                model.graph_cache = model.graph_cache if _probe(model) is None else None
         return "graph"
     if how == "graph":
         raise UserError(f"--graph on: this target's passes cannot be captured here ({reason}); leave it out")
@@ -90,7 +94,7 @@ def gpu_paths(target: Target, captured: str) -> dict[str, dict[str, str | None]]
         "attention": _path(attention, reason if is_for(target.device, dtype) else None),
         "passes": _path(passes, target.why_uncaptured),
     }
-    if captured == "graph":
+    if captured == "graph" and isinstance(network, NativeForward):
         paths["small operations"] = _path("separate" if target.why_unfused else "fused", target.why_unfused)
     return paths
 
@@ -102,7 +106,7 @@ def _path(used: str, why_slow: str | None) -> dict[str, str | None]:
 def _refuse_compiling(target: Target) -> None:
     if target.device.type != "cuda":
         raise UserError("--compile needs a CUDA device; on a CPU, --kernels numba compiles passes")
-    if not isinstance(target.network, Steady):
+    if not isinstance(target.network, NativeForward):
         raise UserError("--compile compiles passes of --engine native only, which does not compute this target")
 
 
@@ -117,13 +121,22 @@ def _set(target: Target, drafters: Iterable[Drafter], how: str, graphs: Callable
 @torch.inference_mode()
 def _probe(target: Target) -> str | None:
     """Return why a pass cannot be captured, or None if it can."""
-    assert target.graph_cache is not None
+    network = target.network
+    assert target.graph_cache is not None and isinstance(network, Steady)
+    if network.why_unsteady is not None:
+        return network.why_unsteady
     target.begin(1, 2 * PROBED)
-    target.forward(torch.zeros(1, PROBED, dtype=torch.long, device=target.device), [0])
+    block = torch.arange(PROBED, device=target.device)[None] % target.vocab_size
+    usual = [target.forward(block, [start]).logits for start in (0, PROBED)]
     target.capture(PROBED, PROBED)
-    reason = target.graph_cache.why_not
+    reasons = [target.graph_cache.why_not]
+    if isinstance(network, HFForward):
+        # What its code asks the host, such as the length of the cache, is the same in all captured passes.
+        again = [target.forward(block, [start]).logits.clone() for start in (0, PROBED)]
+        unlike = [why_unlike(*pair, TOLERANCES) for pair in zip(usual, again, strict=True)]
+        reasons += [f"captured passes {one} from others" for one in unlike if one is not None]
     target.release()
-    return reason
+    return next(filter(None, reasons), None)
 
 
 def capture_stats(target: Target, drafters: Iterable[Drafter]) -> dict[str, float | int]:

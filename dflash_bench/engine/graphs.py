@@ -78,7 +78,8 @@ class _CapturedPass:
             buffer.copy_(example[:1].expand_as(buffer) if example.ndim > 1 else torch.ones_like(buffer))
         usual = [result.clone() for result in known.function(num_places, *self.inputs)]
         for result, replayed in zip(usual, self.replay(), strict=True):
-            _refuse_unlike(result, replayed, tolerances)
+            if (reason := why_unlike(result, replayed, tolerances)) is not None:
+                raise ValueError(f"replayed results {reason}")
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         for buffer, value in zip(self.inputs, inputs, strict=True):
@@ -209,15 +210,15 @@ class GraphCache:
         return buckets
 
 
-def _refuse_unlike(usual: Tensor, replayed: Tensor, tolerances: Mapping[torch.dtype, float]) -> None:
+def why_unlike(usual: Tensor, replayed: Tensor, tolerances: Mapping[torch.dtype, float]) -> str | None:
+    """Return how the results of a captured pass differ from the usual ones, or None if they agree."""
     if not usual.is_floating_point():
-        if not torch.equal(usual, replayed):
-            raise ValueError("replayed results differ")
-        return
+        return None if torch.equal(usual, replayed) else "differ"
     scale = usual.abs().max().clamp(min=torch.finfo(usual.dtype).tiny)
     difference = float((usual.float() - replayed.float()).abs().max() / scale)
-    if not difference <= tolerances.get(usual.dtype, tolerances[torch.float32]):
-        raise ValueError(f"replayed results differ by {difference:.1e}")
+    return (
+        None if difference <= tolerances.get(usual.dtype, tolerances[torch.float32]) else f"differ by {difference:.1e}"
+    )
 
 
 # The ways to capture a pass over buffers at fixed addresses.

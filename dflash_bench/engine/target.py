@@ -83,7 +83,12 @@ class Steady(Network, Protocol):
     by_lengths: bool
     """Whether attention uses lengths (`lengths.py`) instead of masks; trees always need masks."""
 
-    def through(self, tokens: Tensor, positions: Tensor, mask: PassMask) -> tuple[Tensor, list[Tensor]]: ...
+    why_unsteady: str | None
+    """Why its passes cannot be captured after all, or None."""
+
+    def through(self, tokens: Tensor, positions: Tensor, mask: PassMask) -> tuple[Tensor, list[Tensor]]:
+        """Return outputs [B, N, ...] of the last layer, for `logits`, and [B, N, H] of each tapped layer."""
+        ...
 
     def logits(self, x: Tensor) -> Tensor: ...
 

@@ -487,16 +487,12 @@ class MachineOptions:
         ),
     )
     graph: str | None = _machine(
-        "Capture forward passes of target and drafts as CUDA graphs. Default: on with --engine native on a GPU.",
+        "Capture forward passes of target and drafts as CUDA graphs. Default: on with a GPU.",
         metavar="on|off",
         choices=lambda: ("on", "off"),
         conflicts=(
             rules.SERVED,
             rules.ENGINE_HERE,
-            Condition(
-                lambda options: rules.is_capturing(options) and options.engine == "transformers", rules.FOR_NATIVE
-            ),
-            Condition(lambda options: rules.is_capturing(options) and options.quantize is not None, rules.FOR_PLAIN),
         ),
     )
     compile: str | None = _machine(

@@ -74,13 +74,6 @@ def served_work(flag: str, is_so: Any) -> Condition:
     return condition(is_so, f"with {flag}: {why}")
 
 
-def is_capturing(options: Any) -> bool:
-    return options.graph == "on" and options.compile is None
-
-
-FOR_NATIVE = "--graph on has no effect on --engine transformers; leave one of them out"
-FOR_PLAIN = "--graph on is for --engine native, which computes plain weights only; leave it or --quantize out"
-
 # How values are checked
 
 

@@ -287,8 +287,6 @@ SERVED: dict[str, Any] = {"servers": ("plain=http://127.0.0.1:1",)}
         ({"workers": 2, "budget": "5m"}, "--workers", "--for"),
         ({"workers": 2, "device": "cuda:1"}, "--workers", "cuda:1"),
         ({"budget": "5m", "concurrency": (1, 4)}, "--for", "--concurrency"),
-        ({"graph": "on", "engine": "transformers"}, "--graph on", "--engine transformers"),
-        ({"graph": "on", "quantize": "nf4"}, "--graph on", "--engine native"),
         ({"graph": "on", "compile": "inductor"}, "--compile", "--graph on"),
         ({"quantize": "nf4", "engine": "native"}, "--engine native", "int8"),
         ({"attention": "sdpa", "engine": "native"}, "--attention", "--engine native"),

@@ -236,7 +236,6 @@ def test_compiled_code_is_kept_up_to_a_size_and_the_oldest_goes_first(
         ({"compile": "tvm"}, "unknown compiler 'tvm'; known: inductor"),
         ({"compile": "inductor", "graph": "on"}, "leave one of them out"),
         ({"compile": "inductor", "engine": "transformers"}, "no effect on --engine transformers"),
-        ({"graph": "on", "quantize": "int8"}, "which computes plain weights only"),
     ],
 )
 def test_options_that_cannot_go_together(options: dict[str, str], message: str) -> None:

@@ -44,6 +44,7 @@ from dflash_bench.engine.drafters.rest import RestDrafter
 from dflash_bench.engine.drafters.suffix import SuffixDrafter
 from dflash_bench.engine.drafters.synthetic import SyntheticDrafter
 from dflash_bench.engine.forward import experts
+from dflash_bench.engine.forward.hf import HFForward
 from dflash_bench.engine.forward.native import NativeForward
 from dflash_bench.engine.graphs import Capture, GraphCache, Replay
 from dflash_bench.engine.masks import depths
@@ -66,7 +67,7 @@ from helpers.pretended_gpu.pretend import Device, DeviceTensor, WaitError, moved
 from helpers.pretended_gpu.rounds import attention_by_lengths, watched_rounds
 from helpers.pretended_gpu.traced import traced
 from helpers.pretended_gpu.varlen import flash_attention
-from helpers.tiny_architectures import made as recurrent
+from helpers.tiny_architectures import made as made_target
 from helpers.tiny_architectures import opened
 from helpers.toy import Decoded, Scripted, run, sometimes_wrong, tiny
 
@@ -362,13 +363,85 @@ def test_a_captured_round_of_a_chain_is_three_launches(
     here = decoded(label, lambda module: module, num_rows, Sampling(), most=LONGER)
     with attention_by_lengths() if by_lengths else nullcontext():
         there = decoded(label, moved, num_rows, Sampling(), (), as_one_launch(device), LONGER)
+    compare_rounds_of_three_graphs(device, here, there, 2 if label == "ar" else 3)
+
+
+def compare_rounds_of_three_graphs(device: Device, here: Decoded, there: Decoded, num_graphs: int) -> None:
     assert [round_of(step) for step in there.rounds] == [round_of(step) for step in here.rounds]
     last = device.launches_of_rounds[-len(there.rounds) :]
     for number, (step, launches) in enumerate(zip(there.rounds, last, strict=True)):
         # The first round is told starts and anchors, and each is told the starts of rows that had ended before.
         told = 2 if not number else any(there.rounds[number - 1].ended)
-        graphs = (2 if label == "ar" else 3) - all(step.ended)
-        assert launches == Counter(graph=graphs, copy_=told)
+        assert launches == Counter(graph=num_graphs - all(step.ended), copy_=told)
+
+
+ONLY_TRANSFORMERS = "a window, soft caps"
+"""A kind that our own code does not compute."""
+
+
+def by_transformers(place: Place) -> Target:
+    model = copy.deepcopy(made_target(ONLY_TRANSFORMERS))
+    model.config.num_hidden_layers = 2
+    del model.model.layers[2:]
+    return Target(place(model))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_graphs", "drafter_of"),
+    [
+        pytest.param(1, 2, METHODS["ar"], id="ar"),
+        pytest.param(3, 3, dflash, id="dflash"),
+        pytest.param(1, 3, eagle3, id="eagle3"),
+        pytest.param(1, 3, lambda _, place: ModelDrafter(by_transformers(place), 97, 3), id="draft-model"),
+    ],
+)
+def test_passes_by_transformers_code_are_three_launches_too(
+    device: Device, num_rows: int, num_graphs: int, drafter_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capturing, "cuda_graph", as_one_launch(device))
+    monkeypatch.setattr(capturing, "fuse", lambda _network: None)
+    decoded = []
+    for place in (lambda module: module, moved):
+        target = by_transformers(place)
+        drafter = drafter_of(target, place)
+        captured = capture_passes(target, [drafter], None)
+        if captured == "graph":  # before an answer, what an earlier one ran
+            run(target, drafter, PROMPTS[:num_rows], 6)
+        decoded.append(run(target, drafter, PROMPTS[:num_rows], NEW))
+    assert captured == "graph"
+    assert gpu_paths(target, captured).keys() == {"attention", "passes"}
+    compare_rounds_of_three_graphs(device, *decoded, num_graphs)
+
+
+@pytest.mark.parametrize("fault", ["stale positions", "the length of the cache"])
+def test_a_fault_of_captured_passes_by_transformers_code_is_found(
+    device: Device, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capturing, "cuda_graph", device.capture)
+    target = by_transformers(moved)
+    network, before = target.network, list[Tensor]()
+    assert isinstance(network, HFForward)
+
+    def plant(_module: Any, args: Any, given: dict[str, Any]) -> Any:
+        positions = given["position_ids"]
+        if fault == "the length of the cache":
+            end = given["cache"].get_seq_length()
+            positions = torch.arange(end - positions.shape[1], end, device=positions.device)[None]
+        elif device.is_capturing:
+            positions = before[-1]
+        before.append(positions)
+        return args, given | {"position_ids": positions}
+
+    network.model.register_forward_pre_hook(plant, with_kwargs=True)
+    assert "differ by" in capture_passes(target, [], None) and "differ by" in str(target.why_uncaptured)
+    expected = run(by_transformers(lambda module: module), NoDrafter(), PROMPTS[1:2], NEW)
+    assert run(target, NoDrafter(), PROMPTS[1:2], NEW).tokens == expected.tokens
+
+
+def test_recurrent_layers_by_transformers_code_stay_uncaptured(device: Device) -> None:
+    target = Target(moved(copy.deepcopy(made_target("olmo hybrid"))))
+    assert capture_passes(target, [], None) == f"off, as a capture failed ({target.why_uncaptured})"
+    assert target.graph_cache is None
 
 
 class Reversed(DFlashDrafter):
@@ -480,7 +553,7 @@ def test_experts_are_captured_unless_the_host_looks_them_up(
 def test_recurrent_states_advance_beside_captured_passes(device: Device, num_rows: int, label: str) -> None:
     expected = run(opened("ours: qwen3.5"), NoDrafter(), PROMPTS[:num_rows], NEW).tokens
     texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=False)]
-    target = native(recurrent("qwen3.5"), moved)
+    target = native(made_target("qwen3.5"), moved)
     drafter = METHODS["dflash" if label == "known" else label](target, moved)
     target.graph_cache = graphs = GraphCache(device.capture)
     if isinstance(drafter, Captures):

@@ -15,6 +15,7 @@ from dflash_bench.core.methods import Method
 from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.drafter import Committed, Kept
 from dflash_bench.engine.drafters.base import DraftSampler, joined
+from dflash_bench.engine.forward.native import NativeForward
 from dflash_bench.engine.graphs import GraphCache
 from dflash_bench.engine.selection import target_like
 from dflash_bench.engine.target import Network, Steady, Target
@@ -56,12 +57,12 @@ class ModelDrafter:
 
     @property
     def graph_cache(self) -> GraphCache | None:
-        """Return the model's own cache: its passes are captured like the target's, if our own code computes it."""
+        """Return the model's own cache; it is set here only if our own code computes the model."""
         return self.model.graph_cache
 
     @graph_cache.setter
     def graph_cache(self, graphs: GraphCache | None) -> None:
-        self.model.graph_cache = graphs if isinstance(self.model.network, Steady) else None
+        self.model.graph_cache = graphs if isinstance(self.model.network, NativeForward) else None
 
     def capture(self, shortest: int, longest: int) -> None:
         self.model.capture(shortest, longest + self.num_drafts)

@@ -1,6 +1,7 @@
 """The target's forward pass by its publisher's code in transformers, over our cache.
 
-It supports any architecture that takes positions, a mask and a cache; taps are hooks on its layers.
+It supports any architecture that takes positions, a mask and a cache; taps are hooks on its layers. The cache's buffers
+stay where they are and its masks are made on the device, so a pass without recurrent layers can be captured.
 """
 
 from __future__ import annotations
@@ -248,6 +249,8 @@ class HFForward:
     Its own modules share the model's parameters, so that the model itself gets no hooks.
     """
 
+    by_lengths = False
+
     def __init__(self, model: Any) -> None:
         self.model = model = lay_out(model)
         self.head = model.get_output_embeddings()
@@ -256,6 +259,11 @@ class HFForward:
         self._layers = decoder_layers(model)
         self._recurrent = recurrent_layers(model.config.get_text_config())
         self._recurrence: Recurrence | None = None
+        self.why_unsteady: str | None = None
+        if self._recurrent:
+            self.why_unsteady = "transformers' code moves recurrent states"
+        elif len({weight.device for weight in model.parameters()}) > 1:
+            self.why_unsteady = "its layers are on several devices"
         self._tapped: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         self._taps: tuple[int, ...] = ()
@@ -290,20 +298,24 @@ class HFForward:
 
     def read(self, inputs: PassInputs) -> tuple[Tensor, list[Tensor]]:
         """Return logits [B, N or fewer, V] and the output of each tapped layer [B, N, H]."""
-        options: dict[str, Any] = {self._cache_argument: self._cache}
-        if self.keeps_some_logits:
-            options["logits_to_keep"] = inputs.keep_logits
+        options = {"logits_to_keep": inputs.keep_logits} if self.keeps_some_logits else {}
         width, recurrence = inputs.tokens.shape[1], self._recurrence
-        masks = inputs.mask.build()
+        begins = not any(inputs.mask.starts)
+        with recurrence.reading(width, inputs.counts, inputs.rows, begins) if recurrence else nullcontext():
+            return self.through(inputs.tokens, inputs.positions, inputs.mask, **options)
+
+    def through(self, tokens: Tensor, positions: Tensor, mask: PassMask, **options: Any) -> tuple[Tensor, list[Tensor]]:
+        """Return logits [B, N, V] and the output of each tapped layer [B, N, H]."""
+        options[self._cache_argument], masks = self._cache, mask.build()
         for layer in self._cache.layers:
             if isinstance(layer, CachedLayer):
                 layer.mask = masks if isinstance(masks, Tensor) else masks[layer.kind]
-        begins = not any(inputs.mask.starts)
-        with recurrence.reading(width, inputs.counts, inputs.rows, begins) if recurrence else nullcontext():
-            out = self.model(
-                input_ids=inputs.tokens, position_ids=inputs.positions, attention_mask=masks, use_cache=True, **options
-            )
+        out = self.model(input_ids=tokens, position_ids=positions, attention_mask=masks, use_cache=True, **options)
         return out.logits, [self._tapped[i] for i in self._taps]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return `x`: caps and scales of logits are the publisher's, so `through` computes them."""
+        return x
 
     def commit(self, counts: Sequence[int], width: int) -> None:
         """Roll back recurrent states; keys and values beyond a row's end are simply overwritten."""

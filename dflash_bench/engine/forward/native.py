@@ -162,7 +162,7 @@ class NativeForward:
         }
         """The other layers, by index."""
         self.states: DeltaStates | None = None
-        self.by_lengths = False
+        self.by_lengths, self.why_unsteady = False, None
         self._taps: frozenset[int] = frozenset()
         self._order: tuple[int, ...] = ()
 

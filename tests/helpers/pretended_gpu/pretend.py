@@ -45,6 +45,9 @@ OUTSIDE: dict[Any, Callable[..., Any]] = {
     Tensor.__invert__: aten.bitwise_not.default,
     Tensor.nonzero: aten.nonzero.default,
     Tensor.copy_: lambda x, source, non_blocking=False: aten.copy_.default(x, source, non_blocking),
+    Tensor.contiguous: lambda x: (
+        x if x.is_contiguous() else aten.clone.default(x, memory_format=torch.contiguous_format)
+    ),
     Tensor.__int__: lambda x: int(aten._local_scalar_dense.default(x)),
     Tensor.__float__: lambda x: float(aten._local_scalar_dense.default(x)),
 }
