@@ -14,6 +14,10 @@ class UserError(Exception):
         self.what, self.remedy = what, remedy
 
 
+class GpuMemoryError(UserError):
+    """A GPU has too little free memory for an answer, or to judge it; the answer has failed, and others may not."""
+
+
 def unknown(kind: str, name: str, known: list[str]) -> UserError:
     """Return the error for an unknown name, with the closest known name and the list of known names."""
     from difflib import get_close_matches

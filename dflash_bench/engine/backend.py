@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dflash_bench.core.errors import UserError
+from dflash_bench.core.errors import GpuMemoryError, UserError
 from dflash_bench.core.labels import dtype_name
 from dflash_bench.core.methods import Method
 from dflash_bench.core.types import (
@@ -33,7 +33,7 @@ from dflash_bench.engine.drafter import Drafter, Foresees
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.judge_weights import ChatJudge, chat_judge_of, judge_of_model
 from dflash_bench.engine.loop import decode
-from dflash_bench.engine.rows import Clock, DecodingError, Limits, Round, clock_for
+from dflash_bench.engine.rows import Clock, DecodingError, Limits, Round, clock_for, within_memory
 from dflash_bench.engine.sampling import Sampling, inverse_cdf, likeliest, probabilities
 from dflash_bench.engine.selection import compile_like, network_name, target_of
 from dflash_bench.engine.target import Target
@@ -307,6 +307,7 @@ class LocalBackend:
         """Return counts of captured and replayed passes (`capture_stats`)."""
         return capture_stats(self.target, self.drafters.values())
 
+    @within_memory()
     @torch.inference_mode()
     def pass_s(self, context: int, settings: Settings) -> float | None:
         """Return the seconds of a pass over one token after `context` and the choice of the next: the lower quartile of
@@ -419,19 +420,19 @@ class LocalBackend:
         drafter = self.drafters[method]
         traces = [RequestTrace(prompt) for prompt in prompts]
         try:
-            if isinstance(drafter, Foresees):
-                drafter.foresee(prompts, self.limits, sampling, seeds)
-            self._reset_memory()
-            steps = decode(self.target, drafter, prompts, self.limits, sampling, self.clock, seeds, num_rows, listener)
-            for step in steps:
-                for row, request in enumerate(step.requests):
-                    traces[request].add(row, step)
-                    if step.emitted[row] is not None and step.ended[row]:
-                        ended()
-        except DecodingError as problem:
+            with within_memory():
+                if isinstance(drafter, Foresees):
+                    drafter.foresee(prompts, self.limits, sampling, seeds)
+                self._reset_memory()
+                for step in decode(
+                    self.target, drafter, prompts, self.limits, sampling, self.clock, seeds, num_rows, listener
+                ):
+                    for row, request in enumerate(step.requests):
+                        traces[request].add(row, step)
+                        if step.emitted[row] is not None and step.ended[row]:
+                            ended()
+        except (DecodingError, GpuMemoryError) as problem:
             return traces, str(problem)
-        except torch.cuda.OutOfMemoryError:
-            return traces, "out of GPU memory"
         return traces, "nothing was decoded"
 
     def _generations(self, method: str, traces: Sequence[RequestTrace], error: str) -> list[Generation]:
@@ -450,6 +451,7 @@ class LocalBackend:
         """Return the answer with its amount of thinking (`chat.with_thinking`)."""
         return chat.with_thinking(self.tokenizer, prompt, generation)
 
+    @within_memory()
     def positions(
         self, method: str, messages: Sequence[Message], settings: Settings, generation: Generation
     ) -> Recorded | None:
@@ -459,6 +461,7 @@ class LocalBackend:
         prompt, sampling = self.encode(messages, settings), Sampling.of(settings)
         return record_positions(self.target, self.drafters[method], prompt, generation.token_ids, sampling)
 
+    @within_memory()
     def ranks(
         self, method: str, messages: Sequence[Message], settings: Settings, generation: Generation, num: int
     ) -> tuple[int, ...] | None:
@@ -468,6 +471,7 @@ class LocalBackend:
         prompt, sampling = self.encode(messages, settings), Sampling.of(settings)
         return record_ranks(self.target, self.drafters[method], prompt, generation, sampling, num)
 
+    @within_memory()
     def divergence(
         self,
         messages: Sequence[Message],
@@ -477,6 +481,7 @@ class LocalBackend:
     ) -> Divergence:
         return self.chat_judge.divergence(messages, settings, self.encode(messages, settings), plain, other)
 
+    @within_memory()
     def audit(
         self, messages: Sequence[Message], answer: Sequence[int], settings: Settings = GREEDY
     ) -> Divergence | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
@@ -11,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dflash_bench.core.errors import UserError
+from dflash_bench.core.errors import GpuMemoryError, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,21 @@ class Round:
 
 class DecodingError(UserError):
     """The generation is impossible (context full, broken logits): recorded with this error, never as a number."""
+
+
+FULL = ("cuda error: out of memory", "cublas_status_alloc_failed", "cudnn_status_alloc_failed")
+"""Messages of a full GPU beside those of torch's allocator, which has a type of its own."""
+
+
+@contextmanager
+def within_memory() -> Iterator[None]:
+    """Raise GpuMemoryError for torch's errors of a GPU whose memory is full."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or any(part in str(error).lower() for part in FULL):
+            raise GpuMemoryError("out of GPU memory") from None
+        raise
 
 
 class Clock(Protocol):

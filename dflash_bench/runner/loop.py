@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dflash_bench.core.errors import GpuMemoryError
 from dflash_bench.core.labels import common_prefix_length
 from dflash_bench.core.measurement import Columns, Instrument
 from dflash_bench.core.methods import is_imposed, is_lossy, is_probe, shown
@@ -97,7 +99,8 @@ class Conversation:
             record = self.record(method, turn, timed, start_s, watch)
             if method == BASELINE and not record.generation.error and isinstance(self.backend, TimesPasses):
                 context = generation.num_prompt_tokens + generation.num_tokens // 2
-                record = replace(record, pass_s=self.backend.pass_s(context, self.item.settings))
+                with suppress(GpuMemoryError):
+                    record = replace(record, pass_s=self.backend.pass_s(context, self.item.settings))
             waiting.append(record)
             first = record.generation if method == self.plan.first else self._baseline_answer(turn)
             if first is not None:
@@ -159,9 +162,15 @@ class Conversation:
         return (*messages, *self.item.prompt.closing)
 
     def judged(self, record: Answer, first: Generation, messages: Sequence[Message]) -> Answer:
-        """Return the record with its verdicts and score; `first` is the first method's answer."""
-        scored = self._scored(self._judged(record, first, messages))
-        more = self._columns(lambda one: one.judged(scored, messages, self.backend))
+        """Return the record with its verdicts and score; `first` is the first method's answer.
+
+        An answer that a full GPU cannot judge has failed.
+        """
+        try:
+            scored = self._scored(self._judged(record, first, messages))
+            more = self._columns(lambda one: one.judged(scored, messages, self.backend))
+        except GpuMemoryError as full:
+            return replace(record, generation=record.generation.refused(f"it could not be judged: {full}"))
         return replace(scored, measured={**scored.measured, **more})
 
     def _judged(self, record: Answer, first: Generation, messages: Sequence[Message]) -> Answer:

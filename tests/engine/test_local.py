@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_bench.core.errors import UserError
+from dflash_bench.core.errors import GpuMemoryError, UserError
 from dflash_bench.core.methods import METHODS, Method, parse
 from dflash_bench.core.types import Message, Settings
 from dflash_bench.engine.backend import LocalBackend, open_backend, stop_ids
@@ -83,6 +83,40 @@ def test_the_memory_of_an_answer_is_without_what_its_method_does_not_use(monkeyp
             found = {name: local.generate_ids(name, [[1, 2]])[0].peak_memory_bytes for name in drafters}
             assert found == {"ar": 1000, "alone": 1200, "beside": 1280}
             chat_judge.read()
+
+
+FULL: dict[str, Exception] = {
+    "torch's allocator": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+    "a library": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "the driver": RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA"),
+}
+
+
+@each("kind", FULL)
+def test_a_full_gpu_fails_an_answer_or_its_judgement_and_what_follows_is_sound(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = backend()
+    sound, calls = local.target.forward, list[int]()
+
+    def full(*_args: Any, **_options: Any) -> Any:
+        calls.append(0)
+        if len(calls) > 3:
+            raise FULL[kind]
+        return sound(*_args, **_options)
+
+    for name in ("ar", "good"):
+        with monkeypatch.context() as patched:
+            patched.setattr(local.target, "forward", full)
+            (given,) = local.generate_ids(name, PROMPTS[:1])
+        assert (given.error, given.finish_reason, given.decode_s) == ("out of GPU memory", "error", 0)
+        assert local.generate_ids(name, PROMPTS[:1])[0].error is None
+    monkeypatch.setattr(local.chat_judge, "_own", full)
+    with pytest.raises(GpuMemoryError):
+        local.audit([Message("user", "a")], [1])
+    monkeypatch.setitem(FULL, kind, RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        local.audit([Message("user", "a")], [1])
 
 
 class Steps:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dflash_bench.core.dialects import ServerRequest
+from dflash_bench.core.errors import GpuMemoryError
 from dflash_bench.core.types import GREEDY, Answer, Divergence, Generation, Message, Prompt, Settings
 from dflash_bench.results import store
 from dflash_bench.runner.work import WorkPlan
@@ -161,6 +163,25 @@ def test_a_departure_from_the_published_model_is_recorded_even_where_all_methods
         ("exact", "mismatch", departure)
     }
     assert {row.audit for row in wrong if row.method == "ar"} == {"mismatch"}
+
+
+def test_an_answer_that_a_full_gpu_cannot_judge_has_failed_and_the_run_goes_on(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = FakeBackend.audit
+
+    def audit(self: FakeBackend, messages: Sequence[Message], *args: Any) -> Divergence | None:
+        if messages[-1].content.endswith("1"):
+            raise GpuMemoryError("out of GPU memory")
+        return sound(self, messages, *args)
+
+    monkeypatch.setattr(FakeBackend, "audit", audit)
+    records = runs(WorkPlan((loaded(*prompts(3)),), METHODS), FakeBackend())
+    assert len(records) == 9
+    for row in records:
+        failed = row.prompt_id == "p1"
+        assert bool(row.generation.error) == failed == (row.audit is None) == (row.generation.decode_s == 0)
+        assert not failed or str(row.generation.error).endswith("out of GPU memory")
 
 
 def test_divergent_audits_what_leaves_the_plain_answer_and_none_nothing(runs: Runs, tmp_path: Path) -> None:
