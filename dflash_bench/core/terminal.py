@@ -43,8 +43,11 @@ def progress_bar(stream: TextIO) -> Progress:
 def with_bar(items: Sequence[Item], doing: str, after_s: float = 2.0, stream: TextIO | None = None) -> Iterator[Item]:
     """Yield the items; in a terminal, show a bar on stderr once they have taken longer than `after_s`.
 
-    Elsewhere a line is written every `LINE_EVERY_S`.
+    Elsewhere a line is written every `LINE_EVERY_S`. A command that shows its stages shows the count as a stage.
     """
+    if _open:
+        yield from _counted(items, doing, _open[-1])
+        return
     stream, start_s = stream or sys.stderr, time.monotonic()
     progress = None
     try:
@@ -65,8 +68,21 @@ def with_bar(items: Sequence[Item], doing: str, after_s: float = 2.0, stream: Te
             progress.stop()
 
 
+def _counted(items: Sequence[Item], doing: str, stages: Stages) -> Iterator[Item]:
+    last_s = -COUNT_EVERY_S
+    for number, item in enumerate(items):
+        if time.monotonic() - last_s >= COUNT_EVERY_S:
+            last_s = time.monotonic()
+            stages.detail(f"{doing}: {number} of {len(items)}")
+        yield item
+
+
+COUNT_EVERY_S = 1.0
 LINE_EVERY_S = 10.0
 """Interval between lines of progress where a line cannot replace the previous one, such as in a log."""
+
+
+_open: list[Stages] = []
 
 
 class Stages:
@@ -81,21 +97,28 @@ class Stages:
         self.stream, self.every_s, self.keeps_times = stream or sys.stderr, every_s, keeps_times
         self.is_terminal = self.stream.isatty()
         self.took: list[tuple[str, float]] = []
-        self._doing, self._begun_s, self._is_new = "", 0.0, False
+        self._doing, self._text, self._begun_s, self._is_new = "", "", 0.0, False
         self._shown: Any = None
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
 
     def __enter__(self) -> Stages:
+        _open.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        _open.remove(self)
         self.end()
 
     def begin(self, doing: str) -> None:
         """End the previous stage, and show the new one."""
         self._finish()
-        self._doing, self._begun_s, self._is_new = doing, time.monotonic(), True
+        self._doing, self._begun_s = doing, time.monotonic()
+        self.detail(doing)
+
+    def detail(self, doing: str) -> None:
+        """Show what the current stage does."""
+        self._text, self._is_new = doing, True
         if self.is_terminal:
             from rich.console import Console
             from rich.live import Live
@@ -115,10 +138,10 @@ class Stages:
 
     def _write(self, every_s: float) -> None:
         while not self._ended.wait(every_s):
-            if self._doing:
+            if self._text:
                 seconds = "" if self._is_new else f" ({time.monotonic() - self._begun_s:.0f} s)"
                 self._is_new = False
-                print(f"{self._doing}{seconds}", file=self.stream, flush=True)
+                print(f"{self._text}{seconds}", file=self.stream, flush=True)
 
     def end(self) -> None:
         """Stop showing anything; a terminal keeps one line with the stages and their times."""
@@ -137,7 +160,7 @@ class Stages:
     def _finish(self) -> None:
         if self._doing:
             self.took.append((self._doing, time.monotonic() - self._begun_s))
-            self._doing = ""
+            self._doing = self._text = ""
 
 
 @contextmanager

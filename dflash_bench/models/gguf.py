@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
@@ -16,6 +18,7 @@ from typing import Any
 
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError, first_line
+from dflash_bench.core.terminal import with_bar
 from dflash_bench.models import hub
 from dflash_bench.models.hub import cannot_load, is_unreadable
 from dflash_bench.models.presets import HOME, cache_folder
@@ -29,14 +32,37 @@ def is_file(reference: str) -> bool:
 
 
 def converted_folder(path: Path) -> Path:
-    """Return the cached folder of this file's model, created if it is missing. Raises UserError."""
+    """Return the cached folder of this file's model, created if it is missing. Raises UserError.
+
+    The models used longest ago make room for a new one.
+    """
     path = path.expanduser()
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    folder = cache_folder() / "gguf" / f"{path.stem}-{sha256[:12]}"
+    about = path.stat()
+    folder = cache_folder() / "gguf" / f"{path.stem}-{_sha256(path, about.st_size, about.st_mtime_ns)[:12]}"
     if not folder.exists():
+        _make_room(folder.parent, about.st_size)
         convert(path, folder)
+    os.utime(folder)
     return folder
+
+
+@lru_cache
+def _sha256(path: Path, size: int, modified_ns: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+KEPT_BYTES = 32e9
+"""Largest size of all converted models; of one, eight times its file's, as weights of 4 bits become floats."""
+GROWTH = 8
+
+
+def _make_room(cache: Path, size: int) -> None:
+    """Delete the converted models that were used longest ago until one of a file of `size` bytes fits."""
+    kept = sorted(cache.glob("*/"), key=lambda folder: folder.stat().st_mtime)
+    sizes = {folder: sum(file.stat().st_size for file in folder.iterdir()) for folder in kept}
+    while kept and sum(sizes[folder] for folder in kept) + GROWTH * size > KEPT_BYTES:
+        shutil.rmtree(kept.pop(0), ignore_errors=True)
 
 
 def require_readers() -> None:
@@ -95,10 +121,12 @@ def convert(path: Path, folder: Path) -> None:
     """Write the model to a new folder: config, float32 weights, tokenizer. Raises UserError if it cannot be read."""
     require_readers()
     check(path)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
     home, name = path.parent, path.name
     try:
+        # Its own bar is drawn even where none may be.
+        modeling_gguf_pytorch_utils.tqdm = lambda items, **_: with_bar(items, f"converting {name}, once: tensors")
         model, report = AutoModelForCausalLM.from_pretrained(
             home, gguf_file=name, dtype="float32", output_loading_info=True
         )

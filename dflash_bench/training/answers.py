@@ -98,13 +98,14 @@ def collect(
     if group.is_first:
         check_same_options(folder / PLAN, asdict(plan) | {"prompts": prompts}, "answers")
     group.wait()
-    for number, rows in group.share(list(enumerate(batches(requests, plan.batch_size, plan.seed)))):
+    parts = list(enumerate(batches(requests, plan.batch_size, plan.seed)))
+    for number, rows in group.share(parts):
         path = part(folder, number)
         if not path.exists():
+            report(f"answers: batch {number + 1} of {len(parts)}")
             batch = [requests[row] for row in rows]
             tensors = _answer(target, stop_ids, batch, plan)
             write(path, {**tensors, **_first_turns(batch), "prompts": torch.tensor(rows)})
-        report(f"answers: batch {number + 1}")
     group.wait()
 
 

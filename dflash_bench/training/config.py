@@ -178,7 +178,7 @@ class TrainRequest:
         ),
     )
     mask_token: str | None = _draft(
-        "Token that stands for a masked position, if the target has no spare id.",
+        "Token that stands for a masked position. Default: a spare id, or an unused special token.",
         metavar="TOKEN",
         conflicts=(_only(*BLOCKS), _OF_INIT),
     )

@@ -75,10 +75,13 @@ def eagle3_taps(stored: tuple[int, ...]) -> tuple[int, ...]:
     return (layers[0], layers[len(layers) // 2], layers[-1])
 
 
-def mask_token(tokenizer: Any, num_embeddings: int, wanted: str | None) -> int:
-    """Return the id of the token that stands for a masked position.
+UNUSED = "mask", "reserved", "unused", "pad"
 
-    Raises UserError if the tokenizer lacks `wanted`, or, if that is None, if no id of the vocabulary is spare.
+
+def mask_token(tokenizer: Any, num_embeddings: int, wanted: str | None) -> int:
+    """Return the id of the token that stands for a masked position: `wanted`, or else a spare id.
+
+    Raises UserError if the tokenizer lacks `wanted`, or if no id is spare.
     """
     if wanted is not None:
         token_id = tokenizer.get_vocab().get(wanted)
@@ -87,12 +90,28 @@ def mask_token(tokenizer: Any, num_embeddings: int, wanted: str | None) -> int:
         return int(token_id)
     if len(tokenizer) < num_embeddings:
         return len(tokenizer)
-    special = [token for token in tokenizer.get_added_vocab() if token not in tokenizer.chat_template]
-    raise UserError(
-        "every id of the target's vocabulary is taken, so none is left for the mask; name a token that texts do not "
-        f"contain: --mask-token {special[0] if special else 'TOKEN'}"
-        + (f" (or {', '.join(special[1:6])})" if special[1:] else "")
-    )
+    raise UserError("every id of the target's vocabulary is taken; name a token for the mask: --mask-token TOKEN")
+
+
+def unused_token(tokenizer: Any, num_embeddings: int) -> str | None:
+    """Return a special token to stand for a masked position if no id is spare; None if one is.
+
+    Raises UserError if the chat template, or the end of a text, uses all special tokens.
+    """
+    if len(tokenizer) < num_embeddings:
+        return None
+    used = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
+    special = [
+        token.content
+        for token in tokenizer.added_tokens_decoder.values()
+        if token.special and token.content not in tokenizer.chat_template and token.content not in used
+    ]
+    if not special:
+        raise UserError(
+            "every id of the target's vocabulary is taken, and every special token is used, so none is left for the "
+            "mask; name a token that texts do not contain: --mask-token TOKEN"
+        )
+    return min(special, key=lambda token: not any(word in token.lower() for word in UNUSED))
 
 
 def new_dflash(

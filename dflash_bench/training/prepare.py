@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.terminal import note
 from dflash_bench.engine.backend import stop_ids
 from dflash_bench.engine.selection import target_of
 from dflash_bench.engine.target import Target
@@ -18,7 +19,7 @@ from dflash_bench.models import loading, presets
 from dflash_bench.models.loading import Models
 from dflash_bench.training import contamination, drafts, prompts
 from dflash_bench.training.answers import AnswerPlan, AnswerRequest, ComputedStates
-from dflash_bench.training.config import TrainRequest
+from dflash_bench.training.config import BLOCKS, TrainRequest
 from dflash_bench.training.contamination import Overlap
 from dflash_bench.training.distributed import ProcessGroup, init_distributed
 from dflash_bench.training.prompts import Chat
@@ -80,6 +81,7 @@ def prepare(request: TrainRequest, tell: Tell) -> PreparedTraining:
     name, path = (request.target, None) if request.target in presets.table() else (None, request.target)
     models = loading.load(presets.combine(name, path, {}), [], device, torch.bfloat16)
     target = target_of(models.target)
+    request = _with_mask(request, models)
     found = [*prompts.from_files(request.prompts), *prompts.written(request.num_written, request.seed)]
     if group.is_first:
         _invent(request, models, target, tell)
@@ -104,6 +106,16 @@ def prepare(request: TrainRequest, tell: Tell) -> PreparedTraining:
     )
     _require_disk(prepared)
     return prepared
+
+
+def _with_mask(request: TrainRequest, models: Models) -> TrainRequest:
+    """Return the request with a token for masked positions, if it needs one and the target has no spare id."""
+    if request.method not in BLOCKS or request.init is not None or request.mask_token is not None:
+        return request
+    token = drafts.unused_token(models.tokenizer, models.target.get_input_embeddings().num_embeddings)
+    if token is not None:
+        note(f"no id is spare for masked positions, so {token} stands for them; --mask-token chooses another")
+    return replace(request, mask_token=token)
 
 
 def device_of(wanted: str | None) -> str:

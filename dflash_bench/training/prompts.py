@@ -193,6 +193,7 @@ def invent(
     count, batch_size, openings = request.invented, request.batch_size, request.openings or ("",)
     limits = Limits(MOST_TOKENS, stop_ids)
     while len(known) < count:
+        report(f"prompts: {len(known)} of {count}")
         chosen = [openings[(tries + row) % len(openings)] for row in range(batch_size)]
         prompts = [tokenizer.encode(start + opening, add_special_tokens=False) for opening in chosen]
         seeds = [request.seed * 1_000_003 + tries + row for row in range(batch_size)]
@@ -207,4 +208,3 @@ def invent(
             raise UserError(
                 f"only {len(known)} of {tries} turns that the target wrote are prompts; give --prompts FILE"
             )
-        report(f"prompts: {len(known)} of {count}")

@@ -272,7 +272,7 @@ def perform(request: TrainRequest, tell: Tell) -> Path | None:
     if (folder / cards.NAME).exists():
         raise UserError(f"{folder} holds a draft already; give another --out")
     prepared = prepare(request, tell)
-    group = prepared.group
+    request, group = prepared.request, prepared.group
     tell = tell if group.is_first else lambda _: None
     if request.init is not None:
         _begun(prepared)  # before anything is written that another --init would have to match
@@ -368,6 +368,7 @@ def estimate(request: TrainRequest, tell: Tell) -> Estimate:
     """Run a little of each stage, and keep only prompts that the target invents. Raises UserError as in `perform`."""
     check(request)
     prepared = prepare(request, tell)
+    request = prepared.request
     with TemporaryDirectory() as folder:
         tell("trying a batch of answers")
         token_s = _try_answers(prepared, Path(folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import zipfile
 from dataclasses import replace
@@ -82,12 +83,19 @@ def test_a_gguf_file_is_a_target(written: Path) -> None:
     assert presets.name(str(written)) == "tiny.gguf"
 
 
-def test_a_file_is_converted_once_and_again_when_it_changes(written: Path) -> None:
+def test_a_file_is_converted_once_and_again_when_it_changes(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = gguf.converted_folder(written)
     (first / "mark").touch()
     assert (gguf.converted_folder(written) / "mark").exists()
     written.write_bytes(written.read_bytes() + b"\0")
-    assert gguf.converted_folder(written) != first
+    second = gguf.converted_folder(written)
+    assert second != first and first.exists()
+    written.write_bytes(written.read_bytes() + b"x")
+    of_one = sum(file.stat().st_size for file in first.iterdir())
+    monkeypatch.setattr(gguf, "KEPT_BYTES", of_one + gguf.GROWTH * written.stat().st_size)
+    os.utime(first)  # used last
+    third = gguf.converted_folder(written)
+    assert not second.exists() and {*third.parent.iterdir()} == {first, third}
 
 
 def test_a_damaged_file_is_refused_and_nothing_is_kept(written: Path) -> None:

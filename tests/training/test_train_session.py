@@ -373,8 +373,11 @@ def test_too_little_disk_says_how_much(target: Path, tmp_path: Path, monkeypatch
 def test_without_a_chat_template_or_a_spare_id_the_remedy_is_named(target: Path, tmp_path: Path) -> None:
     tokenizer = loading.load("nano", [], "cpu", torch.float32).tokenizer
     assert drafts.mask_token(tokenizer, 1024, None) == 1000
+    assert drafts.unused_token(tokenizer, 1024) is None
     with pytest.raises(UserError, match="--mask-token"):
-        drafts.mask_token(tokenizer, 1000, None)
+        drafts.unused_token(tokenizer, 1000)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|a|>", "<|its_pad|>"]})
+    assert drafts.unused_token(tokenizer, 1000) == "<|its_pad|>"
     assert drafts.mask_token(tokenizer, 1000, "<|endoftext|>") == tokenizer.get_vocab()["<|endoftext|>"]
     with pytest.raises(UserError, match="no such token"):
         drafts.mask_token(tokenizer, 1000, "nothing")
