@@ -101,7 +101,7 @@ def unused_token(tokenizer: Any, num_embeddings: int) -> str | None:
     if len(tokenizer) < num_embeddings:
         return None
     used = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
-    special = [
+    special: list[str] = [
         token.content
         for token in tokenizer.added_tokens_decoder.values()
         if token.special and token.content not in tokenizer.chat_template and token.content not in used
