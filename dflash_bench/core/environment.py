@@ -39,13 +39,13 @@ def describe() -> dict[str, Any]:
         "packages": {"dflash-bench": __version__} | {name: _version(name) for name in PACKAGES} | plugins.used(),
         "git": copy(_running_code()),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
-        "gpus": _gpus(),
+        "gpus": gpus(),
     }
 
 
 def memory_bytes() -> tuple[int | None, list[int]]:
     """Return the memory of the machine (None if unknown), and of each GPU that reports its own."""
-    return _memory_bytes(), [gpu["memory_bytes"] for gpu in _gpus() if gpu["memory_bytes"] is not None]
+    return _memory_bytes(), [gpu["memory_bytes"] for gpu in gpus() if gpu["memory_bytes"] is not None]
 
 
 def boot_id() -> str | None:
@@ -157,7 +157,8 @@ def _git(package: Path = Path(__file__).parent.parent) -> dict[str, Any] | None:
     return {"commit": commit, "dirty": None if changes is None else bool(changes)}
 
 
-def _gpus() -> list[dict[str, Any]]:
+def gpus() -> list[dict[str, Any]]:
+    """Return name, driver and memory of the GPUs that nvidia-smi lists, whether or not torch can use them."""
     query = "--query-gpu=name,driver_version,memory.total"
     table = _output("nvidia-smi", query, "--format=csv,noheader") or ""
     return [_gpu(*line.rsplit(", ", 2)) for line in table.splitlines() if line.count(", ") >= 2]

@@ -73,6 +73,7 @@ def profile(request: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
     from dflash_bench.engine.capturing import gpu_paths
     from dflash_bench.engine.selection import network_name, target_of
     from dflash_bench.models.architecture import context_length
+    from dflash_bench.models.loading import free_bytes
     from dflash_bench.models.memory import size_of
     from dflash_bench.perf import round_parts
 
@@ -87,7 +88,7 @@ def profile(request: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
     }
     acceptance = _acceptance(request, preset, num_drafts)
     _check_context(request, context_length(subject.config), max(*request.widths, *(n + 1 for n in num_drafts.values())))
-    _check_memory(request, cut, subject.drafts, round_parts.free_bytes(torch.device(device)), device)
+    _check_memory(request, cut, subject.drafts, free_bytes(device), device)
     tell("making random weights" if request.random_weights else "loading the models")
     models = _models(request, preset, drafting, subject, device, kind)
     target = target_of(models.target, of_run.engine, of_run.kernels)

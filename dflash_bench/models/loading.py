@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash_bench.core import environment
-from dflash_bench.core.errors import DraftProblem, UserError
+from dflash_bench.core.errors import DraftProblem, UserError, first_line
 from dflash_bench.core.methods import Method
 from dflash_bench.models import formats, gguf, hub, targets
 from dflash_bench.models.formats import TargetShape, known
@@ -230,7 +230,7 @@ def load(
     tokenizer = None
     if needs_tokenizer or any((checkpoint.folder / name).exists() for name in TOKENIZERS):
         tokenizer = targets.tokenizer_of(checkpoint.folder, placement.trust_remote_code, placement.date)
-    source = Source(checkpoint.folder, device, dtype, placement, _free_bytes(device, placement.spread))
+    source = Source(checkpoint.folder, device, dtype, placement, free_bytes(device, placement.spread))
     target = targets.load(checkpoint.folder, device, dtype, placement)
     models = Models(target, tokenizer, {}, {"target": checkpoint.revision}, {}, source)
     return _with_drafts(models, fetched)
@@ -266,8 +266,52 @@ def _with_drafts(
     return replace(models, drafts=loaded, revisions=revisions, verifiers=verifiers)
 
 
-def _free_bytes(device: str, spread: bool) -> int | None:
+# The device: its free memory, and whether torch can compute on it at all.
+
+
+def free_bytes(device: str, spread: bool = False) -> int | None:
+    """Return the free memory of the CPU (None if unknown), of a GPU, or of all GPUs.
+
+    Raises UserError for a GPU on which torch cannot compute.
+    """
     if torch.device(device).type == "cpu":
         return environment.free_bytes()
-    gpus = range(torch.cuda.device_count()) if spread else [torch.device(device)]
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if spread else [device]
+    for gpu in gpus:
+        _require_usable(gpu)
     return sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
+
+
+def try_out(gpu: str) -> None:
+    """Launch a kernel on the GPU, and wait for its result."""
+    torch.ones(2, device=gpu).sum().item()
+
+
+SEE_PROCESSES = "nvidia-smi names the processes there: stop them, or use another --device"
+REMEDIES = {
+    "driver": "update the driver, or install a torch for its version of CUDA",
+    "no kernel image": "install a torch that was built for it",
+    "out of memory": SEE_PROCESSES,
+    "busy or unavailable": SEE_PROCESSES,
+}
+"""What to do, by a part of CUDA's message."""
+
+
+def _require_usable(gpu: str) -> None:
+    """Raise UserError if torch cannot compute there: for the driver, the kind of GPU, or other processes."""
+    try:
+        try_out(gpu)
+    except RuntimeError as error:
+        message = first_line(error)
+        remedy = next((remedy for part, remedy in REMEDIES.items() if part in message), "use another --device")
+        raise UserError(f"{_torch()} cannot compute on {gpu} ({message})", remedy) from error
+
+
+def no_gpu() -> str:
+    """Return the message that torch finds no GPU, with those that the driver knows."""
+    known = [f"{gpu['name']} (driver {gpu['driver']})" for gpu in environment.gpus()]
+    return f"no CUDA device here that {_torch()} can use" + (f", only {', '.join(known)}" if known else "")
+
+
+def _torch() -> str:
+    return f"torch {torch.__version__} ({f'CUDA {torch.version.cuda}' if torch.version.cuda else 'without CUDA'})"

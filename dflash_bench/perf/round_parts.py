@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.forwards import (
     AttentionCost,
@@ -82,13 +81,6 @@ def num_drafts(method: Method, draft: Any) -> int:
     if method.name == "p-eagle":
         return int(draft.config.num_drafts(method.option("n")))
     return method.number("n")
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Return the free memory of the device, or None if it is unknown."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return environment.free_bytes()
 
 
 def measure(

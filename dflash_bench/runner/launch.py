@@ -11,7 +11,6 @@ from itertools import accumulate
 from operator import mul
 from pathlib import Path
 
-from dflash_bench.core import environment
 from dflash_bench.core.dialects import LaunchSpec, Program
 from dflash_bench.core.draft_kinds import FAMILY
 from dflash_bench.core.errors import UserError
@@ -21,6 +20,7 @@ from dflash_bench.models import formats, gguf, memory, mtp_heads, presets, targe
 from dflash_bench.models.configs import optional
 from dflash_bench.models.convert import GGUF, convert
 from dflash_bench.models.formats.base import DraftConfig
+from dflash_bench.models.loading import free_bytes
 from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.presets import Preset
 from dflash_bench.results.plan import BASELINE
@@ -245,10 +245,8 @@ def _length(resolved: RunPlan, home: str) -> int:
 
 def _refuse_too_little(home: str, num_copies: int, drafts: Sequence[Path], num_gpus: int) -> None:
     """Check memory for all servers at once, and for the target here, which judges them."""
-    import torch
-
     needed = memory.servers_bytes(Path(home), num_copies, drafts)
-    free = sum(torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)) if num_gpus else environment.free_bytes()
+    free = free_bytes("cuda" if num_gpus else "cpu", num_gpus > 0)
     if free is not None and needed > free:
         raise UserError(
             f"--launch: all servers run at a time, and the target here judges them: that is {num_copies} times the "

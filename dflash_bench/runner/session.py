@@ -41,6 +41,7 @@ from dflash_bench.runner.setup import (
     open_servers,
     pass_of,
     reference,
+    unused_gpu_note,
 )
 from dflash_bench.runner.work import Backend, Described, JudgeReport, WorkPlan
 from dflash_bench.runner.workers import WorkerPool
@@ -287,7 +288,7 @@ def _opened(resolved: RunPlan, stack: ExitStack, caller: Caller) -> tuple[RunPla
         return resolved, stack.enter_context(opened_workers(resolved))
     if not resolved.request.asks_servers:
         resolved = check_fits(resolved)
-        if note := kernels_note(resolved):
+        for note in filter(None, (kernels_note(resolved), unused_gpu_note(resolved.request))):
             caller.tell(f"note: {note}")
         caller.begins(f"loading {resolved.request.name}")
         return resolved, (caller.opens or open_local)(resolved, caller.begins)

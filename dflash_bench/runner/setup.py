@@ -92,6 +92,17 @@ def kernels_note(resolved: RunPlan) -> str | None:
     return compile_note() if uses_numba and configure_torch(request)[0] == "cpu" else None
 
 
+def unused_gpu_note(request: RunRequest) -> str | None:
+    """Return a note if a run is on the CPU by default, because torch cannot use the GPUs here."""
+    import torch
+
+    from dflash_bench.models.loading import no_gpu
+
+    if request.device is not None or request.is_small or torch.cuda.device_count() or not environment.gpus():
+        return None
+    return f"{no_gpu()}; the CPU computes this run"
+
+
 def fallen_back(about: Mapping[str, Any]) -> list[str]:
     """Return notes if the engine's own forward pass, or its compiled kernels, could not be used."""
     notes = []
@@ -247,7 +258,9 @@ def device_and_dtype(request: RunRequest, num_gpus: int) -> tuple[str, str]:
         raise unknown("device", device, ["cpu", "cuda", "cuda:N"])
     kind, _, index = device.partition(":")
     if kind == "cuda" and not num_gpus:
-        raise UserError("no CUDA device here; use --device cpu")
+        from dflash_bench.models.loading import no_gpu
+
+        raise UserError(no_gpu(), "use --device cpu")
     if index and (len(index) > 4 or int(index) >= num_gpus):
         raise UserError(f"--device {device}: this machine has cuda:0 to cuda:{num_gpus - 1}")
     if kind == "cuda" and request.threads is not None:
@@ -298,8 +311,10 @@ def check_fits(resolved: RunPlan) -> RunPlan:
     from dflash_bench.models import chat, loading, targets
 
     request, trusted = resolved.request, resolved.request.trust_remote_code
-    # Before anything is fetched: this machine may lack the device.
+    # Before anything is fetched: this machine may lack the device, or torch may be unable to use it.
     place = device_and_dtype(request, 1 if request.ray_address is not None else torch.cuda.device_count())
+    # The free memory of a cluster's machines is unknown here.
+    free = None if request.ray_address is not None else loading.free_bytes(place[0], request.device_map is not None)
     loaded = resolved.judging if request.asks_servers else resolved
     fetched = {name: loading.fetch(name, resolved.model.reference(name)) for name in loaded.drafts}
     target = hub.fetch(_converted(resolved.model.target), code=trusted)
@@ -325,7 +340,7 @@ def check_fits(resolved: RunPlan) -> RunPlan:
         model=pinned(resolved.model, commits),
         suites=suites,
         contexts=padded,
-        memory=_memory(loaded, place, (target.folder, drafts), padded, length),
+        memory=_memory(loaded, place, free, (target.folder, drafts), padded, length),
         unpinned=tuple(part for part in commits if not hub.is_pinned(reference(resolved, part))),
         limit=length - padded.rest,
         date=request.date if chat.names_date(tokenizer) else None,
@@ -347,13 +362,15 @@ def _converted(target: str) -> str:
 def _memory(
     resolved: RunPlan,
     place: tuple[str, str],
+    free: int | None,
     folders: tuple[Path, Mapping[str, Path]],
     padded: Contexts,
     length: int,
 ) -> dict[str, int | None]:
     """Return the memory as in `run.json`. Raises UserError if there is too little.
 
-    `place` is device and dtype; `folders` are the target's and the drafts'; `length` is the target's context.
+    `place` is device and dtype, with `free` bytes; `folders` are the target's and the drafts'; `length` is the
+    target's context.
     """
     import torch
 
@@ -366,8 +383,6 @@ def _memory(
     in_kernels = _expects_kernels(request, device, targets.check(target, placement_of(request)), kind)
     demand = memory.demand_of(target, drafts, methods, kind, request.trust_remote_code, request.quantize, in_kernels)
     demand = replace(demand, rows=max(request.concurrency, default=1))
-    # The free memory of a cluster's machines is unknown here.
-    free = None if request.ray_address is not None else _free_bytes(device, request.device_map is not None)
     if free is not None and device == "cpu":
         free //= request.workers or 1
     footprint = demand.held(padded.longest)
@@ -381,6 +396,7 @@ def _memory(
     if free is not None and footprint.total > free:
         where = f"{device} at concurrency {demand.rows}" if demand.rows > 1 else device
         where += " for each worker" if (request.workers or 1) > 1 else ""
+        where += _in_use(device, request.device_map is not None)
         rows = demand.most_rows_within(free, padded.longest) if demand.rows > 1 else 0
         raise _too_little(footprint.total, free, where, with_drafts or 0, alone or 0, rows)
     found = {"free_bytes": free, "largest_context": with_drafts, "largest_context_without_drafts": alone}
@@ -395,12 +411,14 @@ def _expects_kernels(request: RunRequest, device: str, config: Any, dtype: torch
     return device == "cpu" and not others and expects_kernels(config, dtype or config.dtype)
 
 
-def _free_bytes(device: str, spread: bool) -> int | None:
+def _in_use(device: str, spread: bool) -> str:
+    """Return how much of a GPU is in use if that is much; nothing of this process is there yet."""
     import torch
 
-    if device == "cpu":
-        return environment.free_bytes()
-    return sum(torch.cuda.mem_get_info(gpu)[0] for gpu in (range(torch.cuda.device_count()) if spread else [device]))
+    gpus = () if device == "cpu" else range(torch.cuda.device_count()) if spread else [device]
+    sizes = [torch.cuda.mem_get_info(gpu) for gpu in gpus]
+    taken, whole = sum(size - free for free, size in sizes), sum(size for _, size in sizes)
+    return f", where {taken / 1e9:.2f} of {whole / 1e9:.2f} GB are in use" if taken > whole / 10 else ""
 
 
 def _too_little(needed: int, free: int, where: str, largest: int, without: int, rows: int = 0) -> UserError:

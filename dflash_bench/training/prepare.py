@@ -129,7 +129,7 @@ def device_of(wanted: str | None) -> str:
     if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or (kind == "cpu" and index):
         raise unknown("device", device, ["cpu", "cuda", "cuda:N"])
     if kind == "cuda" and int(index or 0) >= count:
-        here = f"only {count} GPUs here" if count else "no CUDA device here"
+        here = f"only {count} GPUs here" if count else loading.no_gpu()
         raise UserError(f"--device {device}: {here}; use one that is there, or --device cpu")
     return device
 

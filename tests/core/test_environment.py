@@ -98,7 +98,7 @@ def test_gpus_are_what_the_driver_lists(
     monkeypatch: pytest.MonkeyPatch, table: str | None, gpus: list[dict[str, Any]]
 ) -> None:
     monkeypatch.setattr(environment, "_output", lambda *_: table)
-    assert environment._gpus() == gpus
+    assert environment.gpus() == gpus
 
 
 def test_a_command_that_is_absent_fails_or_hangs_has_no_output(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +165,6 @@ def test_a_repository_without_commits_has_no_commit(tmp_path: Path) -> None:
 
 def test_memory_is_the_machines_and_that_of_every_gpu_that_says(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [{"name": "a", "driver": "1", "memory_bytes": 5}, {"name": "b", "driver": "1", "memory_bytes": None}]
-    monkeypatch.setattr(environment, "_gpus", lambda: gpus)
+    monkeypatch.setattr(environment, "gpus", lambda: gpus)
     monkeypatch.setattr(environment, "_memory_bytes", lambda: 7)
     assert environment.memory_bytes() == (7, [5])

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dflash_bench.analysis.cells import summarise
+from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Settings
-from dflash_bench.models import presets
+from dflash_bench.models import loading, presets
 from dflash_bench.report.findings import findings
 from dflash_bench.results import store, table
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.runner import session
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import methods_of, model_of, modes_of, prompts_of
-from dflash_bench.runner.setup import configure_torch, device_and_dtype
+from dflash_bench.runner.setup import configure_torch, device_and_dtype, unused_gpu_note
 from dflash_bench.tasks import sandbox
 from helpers import tiny
 from helpers.each import each
+from helpers.refusals import assert_refused
 from helpers.runs import known
+
+Main = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +115,6 @@ def test_device_and_type_where_none_is_given(
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_gpu_computes_alike_at_all_lengths(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     products, set_to = torch.backends.cuda.matmul, list[bool]()
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", set_to.append)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -135,6 +139,40 @@ def test_a_device_that_has_no_such_name_is_refused(device: str) -> None:
 def test_a_gpu_that_is_not_there_is_refused(index: str) -> None:
     with pytest.raises(UserError, match=r"^--device cuda:\d+: .* cuda:0 to cuda:1$"):
         device_and_dtype(RunRequest(device=f"cuda:{index}"), 2)
+
+
+@each(
+    "message, named",
+    [
+        ("The NVIDIA driver on your system is too old (found version 11040).\nUpdate it.", "update the driver"),
+        ("CUDA error: no kernel image is available for execution on the device", "install a torch that"),
+        ("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`", "nvidia-smi"),
+        ("CUDA error: an illegal something", "another --device"),
+        (None, "80.00 of 80.00 GB are in use"),
+    ],
+)
+def test_a_gpu_that_is_full_or_that_torch_cannot_use_is_refused_in_one_line(
+    main: Main, monkeypatch: pytest.MonkeyPatch, message: str | None, named: str
+) -> None:
+    def try_out(gpu: str) -> None:
+        if message is not None:
+            raise RuntimeError(message)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10_000, 80 * 10**9))
+    monkeypatch.setattr(loading, "try_out", try_out)
+    words = ("run", "--suite", "gsm8k", "--limit", 1, "--method", "ngram", "--out", "run", "--device", "cuda")
+    assert_refused(main(*words), named, "on cuda")
+    assert not Path("run").exists()
+
+
+def test_a_gpu_that_only_the_driver_knows_is_named(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "gpus", lambda: [{"name": "H100", "driver": "470.1", "memory_bytes": None}])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    words = ("run", "--suite", "gsm8k", "--limit", 1, "--out", "run", "--device", "cuda")
+    assert_refused(main(*words), torch.__version__, "H100 (driver 470.1)", "--device cpu")
+    assert "H100" in str(unused_gpu_note(RunRequest(model="qwen3-8b")))
+    assert unused_gpu_note(RunRequest(model="qwen3-8b", device="cpu")) is unused_gpu_note(RunRequest()) is None
 
 
 def test_own_prompts_come_after_the_suites_and_share_the_limit(tmp_path: Path) -> None:
