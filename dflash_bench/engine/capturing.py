@@ -8,19 +8,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from subprocess import SubprocessError
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dflash_bench.core.errors import UserError, first_line
+from dflash_bench.core.errors import UserError
 from dflash_bench.engine.drafter import Captures, Drafter
 from dflash_bench.engine.drafters.draft_model import ModelDrafter
 from dflash_bench.engine.forward.hf import HFForward
 from dflash_bench.engine.forward.layers import Gated, Layer, Norm, Tables
 from dflash_bench.engine.forward.native import NativeForward
 from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3, NativeMTP
-from dflash_bench.engine.graphs import TOLERANCES, GraphCache, cuda_graph, inductor, keep_compiled, why_unlike
+from dflash_bench.engine.graphs import (
+    NO_COMPILER,
+    NO_HEADERS,
+    TOLERANCES,
+    GraphCache,
+    cuda_graph,
+    inductor,
+    keep_compiled,
+    why_uncompiled,
+    why_unlike,
+)
 from dflash_bench.engine.lengths import is_for
 from dflash_bench.engine.target import Steady, Target
 from dflash_bench.models.presets import cache_folder
@@ -72,6 +83,8 @@ def _fuse(target: Target, drafters: Iterable[Drafter]) -> str | None:
             network.layers = usual
         target.graph_cache = GraphCache(cuda_graph)
         return f"fused passes cannot be captured ({problem})"
+    if why_not in (NO_COMPILER, NO_HEADERS):
+        return why_not
     return next(filter(None, [why_not, *(fuse(getattr(drafter, "network", None)) for drafter in drafters)]), None)
 
 
@@ -252,8 +265,8 @@ def fused_layers(layers: list[Layer], compile_function: Compile = torch.compile)
         for usual, new in alike.values():
             for num_tokens in TRIED:
                 _refuse_unlike(usual, new, num_tokens)
-    except (ImportError, OSError, RuntimeError, TypeError, ValueError, AttributeError) as problem:
-        return layers, f"{type(problem).__name__}: {first_line(problem)}"
+    except (ImportError, OSError, RuntimeError, SubprocessError, TypeError, ValueError, AttributeError) as problem:
+        return layers, why_uncompiled(problem)
     return made, None
 
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from sysconfig import get_path
 from typing import Any
 
 import torch
@@ -183,7 +184,7 @@ class GraphCache:
             self.num_captured += 1
         except (RuntimeError, ValueError, NotImplementedError) as problem:
             # Passes are still computed as usual; warn once, and never try again.
-            self.why_not = f"{type(problem).__name__}: {first_line(problem)}"
+            self.why_not = why_uncompiled(problem)
             self._refused.add(key)
             if self._known[key].places != ANY:
                 self._has_given_up = True
@@ -276,6 +277,21 @@ def inductor(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tenso
         options["guard_filter_fn"] = skip_guards
     compiled: Any = torch.compile(operations, dynamic=False, fullgraph=True, options=options)
     return lambda: tuple(compiled(*inputs))
+
+
+NO_COMPILER = "there is no C compiler; install gcc"
+NO_HEADERS = "there is no Python.h; install Python's headers (python3-dev)"
+
+
+def why_uncompiled(problem: Exception) -> str:
+    """Return why inductor failed: what this machine lacks for it, or the first line of its error."""
+    text = str(problem)
+    if "Failed to find C compiler" in text or "No working C++ compiler" in text:
+        return NO_COMPILER
+    # The compiler itself names the missing file, but on stderr; the error has its command.
+    if ("Command '[" in text or "compile error" in text) and not Path(get_path("include"), "Python.h").exists():
+        return NO_HEADERS
+    return f"{type(problem).__name__}: {first_line(problem)}"
 
 
 def _operations(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Any:

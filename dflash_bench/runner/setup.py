@@ -104,8 +104,11 @@ def unused_gpu_note(request: RunRequest) -> str | None:
 
 
 def fallen_back(about: Mapping[str, Any]) -> list[str]:
-    """Return notes if the engine's own forward pass, or its compiled kernels, could not be used."""
-    notes = []
+    """Return notes if the engine's own forward pass, its compiled kernels, or a GPU's fast paths could not be used."""
+    paths: Mapping[str, Mapping[str, str | None]] = about.get("paths") or {}
+    notes = [
+        f"{part} on the GPU: {path['used']} ({path['why_slow']})" for part, path in paths.items() if path["why_slow"]
+    ]
     if reason := about.get("fallback"):
         notes.append(f"the target is computed by transformers' code, because the engine's own {reason}")
     if reason := about.get("why_torch"):

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
+from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dflash_bench.core.methods import METHODS as TABLE
-from dflash_bench.engine import capturing, lengths, loop
+from dflash_bench.engine import capturing, graphs, lengths, loop
 from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.capturing import FusedGated, capture_passes, capture_stats, fuse, gpu_paths
 from dflash_bench.engine.drafter import Captures, Committed, NoDrafter
@@ -46,7 +48,7 @@ from dflash_bench.engine.drafters.synthetic import SyntheticDrafter
 from dflash_bench.engine.forward import experts
 from dflash_bench.engine.forward.hf import HFForward
 from dflash_bench.engine.forward.native import NativeForward
-from dflash_bench.engine.graphs import Capture, GraphCache, Replay
+from dflash_bench.engine.graphs import NO_COMPILER, NO_HEADERS, Capture, GraphCache, Replay
 from dflash_bench.engine.masks import depths
 from dflash_bench.engine.rows import Round
 from dflash_bench.engine.sampling import Sampling
@@ -57,10 +59,12 @@ from dflash_bench.models.nets.bodies import BlockView, DraftBody, Mixing
 from dflash_bench.models.nets.corrections.base import CorrectionConfig
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
+from dflash_bench.runner.setup import fallen_back
 from helpers.drafts.medusa import heads
 from helpers.drafts.mtp import heads as mtp_heads
 from helpers.drafts.p_eagle import made
 from helpers.drafts.tiny import DFLASH, EAGLE3, PROMPTS, enlarged
+from helpers.each import each
 from helpers.heads import HEADS, draft_of
 from helpers.native_kinds import KINDS
 from helpers.pretended_gpu.pretend import Device, DeviceTensor, WaitError, moved
@@ -502,6 +506,32 @@ def test_a_gpu_captures_and_fuses_by_itself(device: Device, label: str, monkeypa
         assert run(target, drafter, PROMPTS[:2], NEW).tokens == expected
     stats = capture_stats(target, [drafter])
     assert stats["replayed"] > 0 and stats["not_captured"] == 0
+
+
+@each(
+    "problem, reason",
+    [
+        (RuntimeError("RuntimeError: Failed to find C compiler. Please specify via CC"), NO_COMPILER),
+        (CalledProcessError(1, ["gcc", "main.c"]), NO_HEADERS),
+        (RuntimeError("results are\nwrong"), "RuntimeError: results are"),
+    ],
+)
+def test_what_a_compiler_lacks_is_named_and_tried_once(
+    device: Device, problem: Exception, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def fails(function: Any, **_options: Any) -> Any:
+        tried.append(function)
+        raise problem
+
+    monkeypatch.setattr(graphs, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(capturing, "cuda_graph", device.capture)
+    monkeypatch.setattr(capturing, "fuse", lambda network: fuse(network, fails))
+    target = native(tiny("qwen3"), moved)
+    assert capture_passes(target, [METHODS["eagle3"](target, moved)], None) == "graph"
+    assert target.why_unfused == reason and len(tried) == (1 if reason in (NO_COMPILER, NO_HEADERS) else 2)
+    assert fallen_back({"paths": gpu_paths(target, "graph")})[-1] == f"small operations on the GPU: separate ({reason})"
 
 
 def failing(*_args: Any, **_options: Any) -> Any:
