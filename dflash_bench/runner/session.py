@@ -89,6 +89,8 @@ LONG_S = 1800.0
 """A run that is expected to take longer says so."""
 SAMPLE_S = 30.0
 """The least time to expect that from."""
+BURST_S = 1.0
+"""Answers that come this soon after the first, as do all that were decoded with it, tell nothing of the pace."""
 
 
 class Progress(AbstractContextManager["Progress"]):
@@ -105,7 +107,7 @@ class Progress(AbstractContextManager["Progress"]):
         advice: str = "",
     ) -> None:
         """`left_s` returns the time left of a run with a time limit; `advice` tells how to shorten a long run."""
-        self.num_methods, self.advice = num_methods, advice
+        self.num_methods, self.num_first, self.advice = num_methods, 0, advice
         self.total, self.num_stored, self.num_new = total, num_stored, 0
         self.stream, self.clock, self.left_s = stream or sys.stderr, clock, left_s
         self.begun = self.last_line = self.first = clock()
@@ -160,9 +162,12 @@ class Progress(AbstractContextManager["Progress"]):
         if self.num_new == 1:
             self.first = self.clock()
         sampled_s = self.clock() - self.first
-        if not self.advice or sampled_s < SAMPLE_S or self.num_new <= self.num_methods:
+        if sampled_s < BURST_S:
+            self.num_first = self.num_new
+        num_sampled = self.num_new - self.num_first
+        if not self.advice or sampled_s < SAMPLE_S or num_sampled < self.num_methods:
             return
-        left_s = sampled_s / (self.num_new - 1) * (self.total - self.num_stored - self.num_new)
+        left_s = sampled_s / num_sampled * (self.total - self.num_stored - self.num_new)
         if left_s > LONG_S:
             note = f"note: at the pace of its first answers, this run takes {_about(left_s)}; {self.advice}"
             self.advice = ""

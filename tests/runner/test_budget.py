@@ -209,7 +209,8 @@ def test_who_starts_a_long_run_is_told_how_to_measure_less(
 ) -> None:
     """Any run is long here."""
     monkeypatch.setattr(session, "LONG_S", 0.0)
-    monkeypatch.setattr(session, "SAMPLE_S", 0.0)
+    for name in ("SAMPLE_S", "BURST_S"):
+        monkeypatch.setattr(session, name, 0.0)
     assert run(monkeypatch, "--limit", "3", *words, "--out", "out") == 0
     notes = [line for line in capsys.readouterr().err.splitlines() if "this run takes" in line]
     assert len(notes) == is_told and all("--for 30m" in note for note in notes)
