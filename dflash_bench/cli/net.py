@@ -32,11 +32,15 @@ NOT_ENOUGH = (
     "failed to allocate",
     "unable to mmap",
     "alloc_cpu",
+    "status_alloc_failed",
 )
 """Messages of torch, numpy and Python if memory, or a thread, is refused."""
 FROM_OUTSIDE = (OSError, MemoryError, ImportError, RuntimeError, SystemError)
 """Types of errors of files, disks and memory; each may still be a bug, which `explain` decides."""
 REMEDY = "close other programs, allow more memory (ulimit -v, -u), or use a smaller model, --limit or --concurrency"
+REMEDY_ON_GPU = (
+    "stop other processes on the GPU (nvidia-smi names them), or use a smaller model, --dtype or --concurrency"
+)
 
 
 _stopped_by = signal.SIGINT
@@ -85,7 +89,8 @@ def explain(error: Exception) -> str | None:
     """Return the message for an error that is not our bug; None if it may be."""
     for one in _with_causes(error):
         if _is_of_memory(one):
-            return f"out of memory ({_reason(one)}); {REMEDY}"
+            reason = _reason(one)
+            return f"out of memory ({reason}); {REMEDY_ON_GPU if reason.startswith('CUDA') else REMEDY}"
     return _of_the_system(error) if isinstance(error, OSError) else None
 
 

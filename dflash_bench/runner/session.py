@@ -34,6 +34,7 @@ from dflash_bench.runner.setup import (
     check_fits,
     fallen_back,
     forwards_of,
+    gpu_note,
     judge_report,
     kernels_note,
     late,
@@ -41,7 +42,6 @@ from dflash_bench.runner.setup import (
     open_servers,
     pass_of,
     reference,
-    unused_gpu_note,
 )
 from dflash_bench.runner.work import Backend, Described, JudgeReport, WorkPlan
 from dflash_bench.runner.workers import WorkerPool
@@ -293,7 +293,7 @@ def _opened(resolved: RunPlan, stack: ExitStack, caller: Caller) -> tuple[RunPla
         return resolved, stack.enter_context(opened_workers(resolved))
     if not resolved.request.asks_servers:
         resolved = check_fits(resolved)
-        for note in filter(None, (kernels_note(resolved), unused_gpu_note(resolved.request))):
+        for note in filter(None, (kernels_note(resolved), gpu_note(resolved.request))):
             caller.tell(f"note: {note}")
         caller.begins(f"loading {resolved.request.name}")
         return resolved, (caller.opens or open_local)(resolved, caller.begins)

@@ -92,13 +92,16 @@ def kernels_note(resolved: RunPlan) -> str | None:
     return compile_note() if uses_numba and configure_torch(request)[0] == "cpu" else None
 
 
-def unused_gpu_note(request: RunRequest) -> str | None:
-    """Return a note if a run is on the CPU by default, because torch cannot use the GPUs here."""
+def gpu_note(request: RunRequest) -> str | None:
+    """Return a note if others use the GPU, or if the CPU computes by default, because torch cannot use the GPUs."""
     import torch
 
     from dflash_bench.models.loading import no_gpu
 
-    if request.device is not None or request.is_small or torch.cuda.device_count() or not environment.gpus():
+    device, _ = device_and_dtype(request, torch.cuda.device_count())
+    if taken := _taken(device, request.device_map is not None):
+        return f"others hold {taken} of {device}: whatever they compute disturbs all times"
+    if request.device is not None or request.is_small or device != "cpu" or not environment.gpus():
         return None
     return f"{no_gpu()}; the CPU computes this run"
 
@@ -399,7 +402,8 @@ def _memory(
     if free is not None and footprint.total > free:
         where = f"{device} at concurrency {demand.rows}" if demand.rows > 1 else device
         where += " for each worker" if (request.workers or 1) > 1 else ""
-        where += _in_use(device, request.device_map is not None)
+        taken = _taken(device, request.device_map is not None)
+        where += f", where others hold {taken}" if taken else ""
         rows = demand.most_rows_within(free, padded.longest) if demand.rows > 1 else 0
         raise _too_little(footprint.total, free, where, with_drafts or 0, alone or 0, rows)
     found = {"free_bytes": free, "largest_context": with_drafts, "largest_context_without_drafts": alone}
@@ -414,14 +418,16 @@ def _expects_kernels(request: RunRequest, device: str, config: Any, dtype: torch
     return device == "cpu" and not others and expects_kernels(config, dtype or config.dtype)
 
 
-def _in_use(device: str, spread: bool) -> str:
-    """Return how much of a GPU is in use if that is much; nothing of this process is there yet."""
+def _taken(device: str, spread: bool) -> str:
+    """Return how much memory of a GPU other processes hold; empty if it is little, or the CPU's."""
     import torch
 
     gpus = () if device == "cpu" else range(torch.cuda.device_count()) if spread else [device]
     sizes = [torch.cuda.mem_get_info(gpu) for gpu in gpus]
-    taken, whole = sum(size - free for free, size in sizes), sum(size for _, size in sizes)
-    return f", where {taken / 1e9:.2f} of {whole / 1e9:.2f} GB are in use" if taken > whole / 10 else ""
+    own, whole = sum(map(torch.cuda.memory_reserved, gpus)), sum(size for _, size in sizes)
+    taken = whole - own - sum(free for free, _ in sizes)
+    # A context alone takes half a gigabyte.
+    return f"{taken / 1e9:.2f} of {whole / 1e9:.2f} GB" if taken > max(1e9, whole / 10) else ""
 
 
 def _too_little(needed: int, free: int, where: str, largest: int, without: int, rows: int = 0) -> UserError:

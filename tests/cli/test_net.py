@@ -60,6 +60,7 @@ MEMORY = {
     "a thread": RuntimeError("can't start new thread"),
     "torch's": RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
     "of a GPU": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+    "of its library": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     "a library": ImportError("libtorch_cpu.so: failed to map segment from shared object"),
 }
 
@@ -70,7 +71,8 @@ def test_memory_that_is_refused_is_one_line(kind: str, main: Main, monkeypatch: 
         raise MEMORY[kind]
 
     monkeypatch.setattr("dflash_bench.models.catalogue.machine", refuse)
-    assert "out of memory (" in one_line(main, "models")
+    told = one_line(main, "models")
+    assert "out of memory (" in told and ("nvidia-smi" in told) == ("CUDA" in str(MEMORY[kind]))
 
 
 def test_memory_that_brought_another_error_about_is_found() -> None:

@@ -21,7 +21,7 @@ from dflash_bench.results.identity import settings_to_json
 from dflash_bench.runner import session
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import methods_of, model_of, modes_of, prompts_of
-from dflash_bench.runner.setup import configure_torch, device_and_dtype, unused_gpu_note
+from dflash_bench.runner.setup import configure_torch, device_and_dtype, gpu_note
 from dflash_bench.tasks import sandbox
 from helpers import tiny
 from helpers.each import each
@@ -148,7 +148,7 @@ def test_a_gpu_that_is_not_there_is_refused(index: str) -> None:
         ("CUDA error: no kernel image is available for execution on the device", "install a torch that"),
         ("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`", "nvidia-smi"),
         ("CUDA error: an illegal something", "another --device"),
-        (None, "80.00 of 80.00 GB are in use"),
+        (None, "others hold 80.00 of 80.00 GB, too few"),
     ],
 )
 def test_a_gpu_that_is_full_or_that_torch_cannot_use_is_refused_in_one_line(
@@ -160,6 +160,7 @@ def test_a_gpu_that_is_full_or_that_torch_cannot_use_is_refused_in_one_line(
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10_000, 80 * 10**9))
+    assert "80.00 of 80.00 GB of cuda" in str(gpu_note(RunRequest(device="cuda")))
     monkeypatch.setattr(loading, "try_out", try_out)
     words = ("run", "--suite", "gsm8k", "--limit", 1, "--method", "ngram", "--out", "run", "--device", "cuda")
     assert_refused(main(*words), named, "on cuda")
@@ -171,8 +172,8 @@ def test_a_gpu_that_only_the_driver_knows_is_named(main: Main, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     words = ("run", "--suite", "gsm8k", "--limit", 1, "--out", "run", "--device", "cuda")
     assert_refused(main(*words), torch.__version__, "H100 (driver 470.1)", "--device cpu")
-    assert "H100" in str(unused_gpu_note(RunRequest(model="qwen3-8b")))
-    assert unused_gpu_note(RunRequest(model="qwen3-8b", device="cpu")) is unused_gpu_note(RunRequest()) is None
+    assert "H100" in str(gpu_note(RunRequest(model="qwen3-8b")))
+    assert gpu_note(RunRequest(model="qwen3-8b", device="cpu")) is gpu_note(RunRequest()) is None
 
 
 def test_own_prompts_come_after_the_suites_and_share_the_limit(tmp_path: Path) -> None:
