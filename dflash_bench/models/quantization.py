@@ -64,6 +64,9 @@ def quantize(model: Any, kind: str, device: str) -> Any:
     if kind == "int8" and type(head) is nn.Linear:
         # A copy if it was tied: the embedding is not quantised.
         model.set_output_embeddings(Int8Linear(head))
+    for weight in model.parameters():
+        # Otherwise one embedding would keep the whole file mapped.
+        weight.data = weight.data.clone() if type(weight.data) is Tensor and weight.is_floating_point() else weight.data
     return model.to(device)
 
 
@@ -103,9 +106,11 @@ class Int8Linear(nn.Module):
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
+        # Allocated before what is temporary, which would otherwise leave holes as large as all weights together.
+        rounded = torch.empty(layer.weight.shape, dtype=torch.int8, device=layer.weight.device)
         exact = layer.weight.detach().float()
         scale = exact.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        self.weight = nn.Parameter((exact / scale).round().to(torch.int8), requires_grad=False)
+        self.weight = nn.Parameter(rounded.copy_((exact / scale).round_()), requires_grad=False)
         self.scale = nn.Parameter(scale[:, 0], requires_grad=False)
         self.bias = layer.bias
 
