@@ -405,7 +405,16 @@ def _memory(
         taken = _taken(device, request.device_map is not None)
         where += f", where others hold {taken}" if taken else ""
         rows = demand.most_rows_within(free, padded.longest) if demand.rows > 1 else 0
-        raise _too_little(footprint.total, free, where, with_drafts or 0, alone or 0, rows)
+
+        def needed(dtype: torch.dtype | None, quantize: str | None) -> int:
+            lighter = memory.demand_of(target, drafts, methods, dtype, request.trust_remote_code, quantize)
+            return replace(lighter, rows=demand.rows).held(padded.longest).total
+
+        lighter = ""
+        if device != "cpu" and request.quantize is None:
+            options = {"--dtype bfloat16": (torch.bfloat16, None), "--quantize int8": (kind, "int8")}
+            lighter = next((option for option, how in options.items() if needed(*how) <= free), "")
+        raise _too_little(footprint.total, free, where, with_drafts or 0, alone or 0, rows, lighter)
     found = {"free_bytes": free, "largest_context": with_drafts, "largest_context_without_drafts": alone}
     return asdict(footprint) | found
 
@@ -430,12 +439,19 @@ def _taken(device: str, spread: bool) -> str:
     return f"{taken / 1e9:.2f} of {whole / 1e9:.2f} GB" if taken > max(1e9, whole / 10) else ""
 
 
-def _too_little(needed: int, free: int, where: str, largest: int, without: int, rows: int = 0) -> UserError:
+def _too_little(
+    needed: int, free: int, where: str, largest: int, without: int, rows: int = 0, lighter: str = ""
+) -> UserError:
+    """Return the refusal with what would fit: contexts with drafts and without, rows, or an option (`lighter`)."""
     words = f"weights and caches need {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on {where}"
+    if largest <= 0 and without <= 0:
+        words += ", too few for the weights alone"
     if rows > 0:
         words += f"; --concurrency {rows} fits"
+    if lighter:
+        words += f"; {lighter} fits"
     if largest > 0:
         return UserError(f"{words}; the largest context that fits is {largest} tokens, and {without} without drafts")
     if without > 0:
         return UserError(f"{words}; without drafts a context of {without} tokens fits")
-    return UserError(f"{words}, too few for the weights alone; use a smaller model or --dtype, or another --device")
+    return UserError(f"{words}; {'or ' if lighter else ''}use a smaller model or --dtype, or another --device")

@@ -167,6 +167,17 @@ def test_a_gpu_that_is_full_or_that_torch_cannot_use_is_refused_in_one_line(
     assert not Path("run").exists()
 
 
+@each("dtype, free_mb, fitting", [("float32", 11, "--dtype bfloat16 fits"), ("bfloat16", 7.1, "--quantize int8 fits")])
+def test_a_gpu_that_is_too_small_is_told_what_would_fit(
+    main: Main, monkeypatch: pytest.MonkeyPatch, dtype: str, free_mb: float, fitting: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free_mb * 1e6), int(free_mb * 1e6)))
+    monkeypatch.setattr(loading, "try_out", lambda _: None)
+    words = ("run", "--suite", "gsm8k", "--limit", 1, "--method", "ngram", "--out", "run", "--device", "cuda")
+    assert_refused(main(*words, "--dtype", dtype), fitting)
+
+
 def test_a_gpu_that_only_the_driver_knows_is_named(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "gpus", lambda: [{"name": "H100", "driver": "470.1", "memory_bytes": None}])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
