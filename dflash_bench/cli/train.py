@@ -37,10 +37,11 @@ def train(
     """
     from dflash_bench.models.presets import table
     from dflash_bench.training import cards, session
+    from dflash_bench.training.estimate import estimate
 
     if estimate_only:
         with status() as tell:
-            expected = session.estimate(request, tell)
+            expected = estimate(request, tell)
         say(expected)
         return
     try:

@@ -6,13 +6,9 @@ Every stage stores its result in the folder's `work`, and reuses it when the tra
 from __future__ import annotations
 
 import copy
-import resource
-import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -45,7 +41,7 @@ from dflash_bench.training.drafts import DraftVocab
 from dflash_bench.training.eagle3 import Eagle3Objective
 from dflash_bench.training.medusa import MedusaObjective
 from dflash_bench.training.mtp import MTPObjective
-from dflash_bench.training.prepare import ROW_LENGTH, PreparedTraining, Tell, disk_bytes, pad_id, prepare
+from dflash_bench.training.prepare import ROW_LENGTH, PreparedTraining, Tell, pad_id, prepare
 from dflash_bench.training.trainer import DraftRecipe, History, Objective, check_same_options
 
 # Acceptance of a draft in training, measured by decoding with it, as in `run`.
@@ -331,106 +327,3 @@ def export(prepared: PreparedTraining, draft: nn.Module, folder: Path) -> None:
     else:
         usual = "specforge" if request.method == "dspark" else None
         save_draft(halved, folder, request.format or usual, request.slim)
-
-
-# Estimates a training before it starts: time by running a little of each stage, disk space by counting.
-
-
-TRIED_TOKENS = 8
-TRIED_STEPS = 2
-"""Number of timed steps, after a warm-up step."""
-LIKELY_SHARE = 0.75
-"""Mean length of answers as a share of the maximum length: a guess."""
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Estimated seconds and bytes; `memory_bytes` is the peak while trying."""
-
-    num_answers: int
-    num_tokens: int
-    answers_s: float
-    num_steps: int
-    training_s: float
-    disk_bytes: int
-    memory_bytes: int
-
-    def __str__(self) -> str:
-        return (
-            f"answers   {self.num_answers:,}, about {self.num_tokens:,} tokens: {_duration(self.answers_s)}\n"
-            f"training  {self.num_steps:,} steps: {_duration(self.training_s)}\n"
-            f"disk      up to {self.disk_bytes / 1e9:.1f} GB for the target's states\n"
-            f"memory    {self.memory_bytes / 1e9:.1f} GB"
-        )
-
-
-def estimate(request: TrainRequest, tell: Tell) -> Estimate:
-    """Run a little of each stage, and keep only prompts that the target invents. Raises UserError as in `perform`."""
-    check(request)
-    prepared = prepare(request, tell)
-    request = prepared.request
-    with TemporaryDirectory() as folder:
-        tell("trying a batch of answers")
-        token_s = _try_answers(prepared, Path(folder))
-        tell("trying a few steps")
-        step_s, num_rows_tried, tokens_tried = _try_steps(prepared, Path(folder))
-    num_answers = len(prepared.requests) + prepared.num_later
-    num_tokens = round(num_answers * prepared.plan.max_new_tokens * LIKELY_SHARE)
-    all_tokens = num_tokens + sum(len(one.ids) for one in prepared.requests)
-    num_rows = max(1, round(all_tokens * num_rows_tried / tokens_tried))
-    steps = num_steps(request, num_rows)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return Estimate(
-        num_answers,
-        num_tokens,
-        num_tokens * token_s,
-        steps,
-        steps * step_s,
-        disk_bytes(prepared),
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
-    )
-
-
-def _try_answers(prepared: PreparedTraining, folder: Path) -> float:
-    """Return the seconds per token of answers that are decoded in batches, and store the answers in `folder`."""
-    short = replace(prepared.plan, max_new_tokens=TRIED_TOKENS)
-    first: Sequence[AnswerRequest] = [
-        prepared.requests[row] for row in answers.batches(prepared.requests, short.batch_size, short.seed)[0]
-    ]
-    start = time.perf_counter()
-    answers.collect(prepared.target, frozenset(), first, short, folder, lambda _: None)
-    whole_s = time.perf_counter() - start
-    start = time.perf_counter()
-    answers.collect(
-        prepared.target, frozenset(), first, replace(short, max_new_tokens=1), folder / "prompts", lambda _: None
-    )
-    prompts_s = time.perf_counter() - start
-    step_s = max(0.0, whole_s - prompts_s) / (TRIED_TOKENS - 1)
-    # All rows of a batch wait for the longest, and every batch reads its prompts once.
-    longest = prepared.plan.max_new_tokens
-    return (prompts_s + longest * step_s) / (len(first) * longest * LIKELY_SHARE)
-
-
-def _try_steps(prepared: PreparedTraining, folder: Path) -> tuple[float, int, int]:
-    """Return the seconds of a step, and for the answers in `folder` their number of rows and of tokens."""
-    items = stored([folder])
-    model = prepared.models.target
-    norm, pad = final_norm(model), pad_id(prepared.models)
-    length, layers = ROW_LENGTH, prepared.layers
-    packed = PackedRows(items, layers, norm, length, pad)
-    device = prepared.target.device
-    rows = PackedRows(items * ROWS, layers, norm, length, pad, device=device, compute=prepared.compute)
-    objective = new_objective(prepared, rows)
-    index = list(range(min(ROWS, len(rows.ids))))
-    seconds = []
-    for step in range(1 + TRIED_STEPS):
-        start = time.perf_counter()
-        objective.loss(index, step + 1).backward()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:]), len(packed.ids), sum(len(item.ids) for item in items)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

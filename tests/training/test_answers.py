@@ -45,8 +45,9 @@ def collected(folder: Path, prompts: list[AnswerRequest] | None = None, plan: An
 def begun(folder: Path) -> None:
     """The first batch, and then an interrupt."""
 
-    def interrupt(_: str) -> None:
-        raise KeyboardInterrupt
+    def interrupt(told: str) -> None:
+        if "batch 2" in told:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         answers.collect(Target(tiny("llama")), STOP, asked(), PLAN, folder, interrupt)

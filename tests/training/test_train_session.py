@@ -23,7 +23,7 @@ from dflash_bench.engine.backend import open_backend
 from dflash_bench.engine.selection import target_of
 from dflash_bench.models import chat, loading
 from dflash_bench.models.presets import NANO, Preset
-from dflash_bench.training import contamination, drafts, prepare, session, trainer
+from dflash_bench.training import contamination, drafts, estimate, prepare, session, trainer
 from dflash_bench.training.answers import ComputedStates
 from dflash_bench.training.cards import Acceptance, acceptance_of
 from dflash_bench.training.config import BLOCKS, TrainRequest, check
@@ -331,7 +331,7 @@ def test_later_turns_follow_the_targets_own_answers(target: Path, tmp_path: Path
     for seed in range(5):
         kept, apart = session.split([*first, *second, *third], seed)
         assert len(kept) + len(apart) == 9 and not {item.chat for item in kept} & {item.chat for item in apart}
-    assert session.estimate(replace(asked, out=tmp_path / "new"), lambda _: None).num_answers == 9
+    assert estimate.estimate(replace(asked, out=tmp_path / "new"), lambda _: None).num_answers == 9
 
 
 def test_what_is_the_same_but_for_numbers_is_counted_apart(tmp_path: Path) -> None:
@@ -406,8 +406,8 @@ def test_training_ends_where_nothing_is_gained_for_long() -> None:
 
 
 def test_an_estimate_tries_a_little_and_keeps_nothing(target: Path, tmp_path: Path) -> None:
-    told = session.estimate(request(target, tmp_path / "out", steps=None, epochs=2.0), lambda _: None)
-    assert told.num_answers == 30 and told.num_tokens == round(30 * 12 * session.LIKELY_SHARE)
+    told = estimate.estimate(request(target, tmp_path / "out", steps=None, epochs=2.0), lambda _: None)
+    assert told.num_answers == 30 and told.num_tokens == round(30 * 12 * estimate.LIKELY_SHARE)
     assert told.answers_s > 0 and told.training_s > 0 and told.num_steps >= 1 and told.memory_bytes > 10**7
     assert told.disk_bytes > told.num_tokens * 32 * 3 * 2
     assert [line.split()[0] for line in str(told).splitlines()] == ["answers", "training", "disk", "memory"]
