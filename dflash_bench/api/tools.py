@@ -6,6 +6,7 @@ Each returns its command's output as data.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from dflash_bench.diagnose.compare_counts import CrosscheckResult
     from dflash_bench.diagnose.doctor import Diagnosis
     from dflash_bench.models.inspect import Inspection
+    from dflash_bench.models.presets import Preset
     from dflash_bench.racing.recommendation import Recommended
     from dflash_bench.report.perf import Profiled
     from dflash_bench.runner.config import RunRequest
@@ -37,6 +39,17 @@ def inspect(checkpoint: str | Path, target: str | Path | None = None) -> Inspect
     from dflash_bench.models import inspect
 
     return inspect.inspect(str(checkpoint), None if target is None else str(target))
+
+
+def forward_of(preset: Preset) -> dict[str, Any]:
+    """Return which code computes a known model's target: `engine` (None if it is refused), `files` and `reason`."""
+    from dflash_bench.engine.selection import ExpectedForward, expected_forward
+    from dflash_bench.models.random_weights import expected_config
+
+    try:
+        return asdict(expected_forward(expected_config(preset)))
+    except UserError as error:
+        return asdict(ExpectedForward(None, reason=str(error)))
 
 
 def doctor(

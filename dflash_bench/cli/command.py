@@ -49,7 +49,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dflash-bench profile --model qwen3-8b --random-weights --layers 2",
     ),
     "verify-distribution": ("dflash-bench verify-distribution --method dflash:rule=rejection",),
-    "models": ("dflash-bench models", "dflash-bench models --kind dflash2"),
+    "models": ("dflash-bench models", "dflash-bench models --kind dflash2", "dflash-bench models qwen3-8b"),
     "fetch": ("dflash-bench fetch smollm2",),
     "inspect": ("dflash-bench inspect ./draft --target nano",),
     "convert": (

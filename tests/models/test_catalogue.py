@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from dflash_bench.core import environment
-from dflash_bench.models import catalogue, presets
+from dflash_bench.engine.selection import name_of, target_of
+from dflash_bench.models import catalogue, hub, loading, presets, random_weights
 from dflash_bench.models.catalogue import Machine, fits
 from dflash_bench.models.presets import Preset
 from helpers.each import each
 from helpers.fake_backend import main
+from helpers.tiny_architectures import made
 
 EIGHT = Preset("a/b", {}, billions=8.2)
 GB = 10**9
@@ -112,6 +115,36 @@ def test_the_json_of_the_list_has_the_promised_keys(
         {"target": False} | dict.fromkeys(presets.preset("smollm2").drafts, True),
         dict.fromkeys(("target", *presets.preset("qwen3-4b").drafts), False),
     ]
+
+
+def test_the_forward_of_a_model_is_what_loading_would_choose(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {}
+    for name in ("nano", "qwen3-coder-next", "gemma-4-26b-a4b-it", "deepseek-v4-flash", "kimi-k3"):
+        assert main(monkeypatch, "models", name, "--json") == 0
+        (listed,) = json.loads(capsys.readouterr().out)
+        found[name] = listed["forward"]
+    assert found["nano"] == {"engine": "native", "files": ["native.py"], "reason": None}
+    assert found["qwen3-coder-next"]["files"] == ["native.py", "delta.py", "experts.py"]
+    models = loading.load("nano", [], "cpu", torch.float32)
+    assert name_of(target_of(models.target, kernels="torch")) == found["nano"]["engine"]
+    engine, reason = (found["gemma-4-26b-a4b-it"][key] for key in ("engine", "reason"))
+    target = target_of(made("gemma 4"))
+    assert (name_of(target), target.fallback) == (engine, reason)
+    assert found["deepseek-v4-flash"]["engine"] is None and "compressed" in found["deepseek-v4-flash"]["reason"]
+    assert found["kimi-k3"]["engine"] is None and "kimi_k3" in found["kimi-k3"]["reason"]
+    assert main(monkeypatch, "models", "gemma-4-26b-a4b-it") == 0
+    assert f"the engine's own {reason}." in " ".join(capsys.readouterr().out.split())
+    assert main(monkeypatch, "models", "nano", "--kind", "dflash") == 2
+    assert main(monkeypatch, "models", "nan") == 2
+    assert "unknown model 'nan' (did you mean 'nano'?)" in capsys.readouterr().err
+
+
+def test_the_architecture_of_every_target_is_known() -> None:
+    for preset in presets.table().values():
+        known = hub.is_here(preset.target), preset.target in random_weights.table(), preset.architecture is not None
+        assert sum(known) == 1, preset.target
 
 
 def test_only_models_with_a_draft_of_a_kind_are_listed(

@@ -99,7 +99,20 @@ SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 def why_not(model: Any) -> str | None:
     """Return why `model` cannot be computed by this code, or None if it can."""
-    config = model.config
+    if reason := why_not_config(model.config):
+        return reason
+    if len({weight.device for weight in model.parameters()}) > 1:
+        return "its layers are on several devices"
+    linears = [module for layer in decoder_layers(model) for name, module in layer.named_modules() if "_proj" in name]
+    plain = (nn.Linear, Int8Linear)
+    if any(type(module) not in plain or type(module.weight.data) is not Tensor for module in linears):
+        return "its weights are quantised"
+    mixtures = [layer.mlp for layer in decoder_layers(model) if hasattr(layer.mlp, "experts")]
+    return next(filter(None, map(why_not_experts, mixtures)), None)
+
+
+def why_not_config(config: Any) -> str | None:
+    """Return why a model with this config cannot be computed by this code, or None if it can."""
     if config.model_type.removesuffix("_text") == "gemma4":
         return "gemma 4 has heads that differ by layer, keys used as values or shared by layers, and inputs per layer"
     if config.model_type not in COVERED:
@@ -111,14 +124,7 @@ def why_not(model: Any) -> str | None:
     for kind in _rope_types(config):
         if kind not in TABLES:
             return f"its rotary angles are {kind}"
-    if len({weight.device for weight in model.parameters()}) > 1:
-        return "its layers are on several devices"
-    linears = [module for layer in decoder_layers(model) for name, module in layer.named_modules() if "_proj" in name]
-    plain = (nn.Linear, Int8Linear)
-    if any(type(module) not in plain or type(module.weight.data) is not Tensor for module in linears):
-        return "its weights are quantised"
-    mixtures = [layer.mlp for layer in decoder_layers(model) if hasattr(layer.mlp, "experts")]
-    return next(filter(None, map(why_not_experts, mixtures)), None)
+    return None
 
 
 def _activation(config: Any) -> str:
