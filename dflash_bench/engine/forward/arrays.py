@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit
 
 from dflash_bench.engine.forward.choice import code_folder, has_numba
-from dflash_bench.engine.forward.tiles import LANES, arrive, look, nearest, power_of_two
+from dflash_bench.engine.forward.tiles import LANES, arrive, give_way, look, nearest, power_of_two
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
@@ -132,14 +132,21 @@ class Team(NamedTuple):
     arrived: np.ndarray
 
 
+PATIENCE = 4096
+"""Number of looks at a barrier, some tens of microseconds, after which a waiting thread gives its core to others."""
+
+
 @kernel
 def barrier(team: Team) -> None:
     """Wait until all threads have arrived here."""
     if team.size > 1:
         arrived = arrive(team.arrived)
         last = (arrived + team.size - 1) // team.size * team.size
+        looks = 0
         while look(team.arrived) < last:
-            pass
+            looks += 1
+            if looks > PATIENCE:
+                give_way()
 
 
 @kernel

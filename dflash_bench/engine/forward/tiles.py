@@ -5,6 +5,7 @@ All are numba intrinsics: functions that only compiled code can call.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -159,6 +160,19 @@ def make_columns(combine: Callable[[Any, Any, Any], Any], replaces: bool = False
 column_tops = make_columns(lambda builder, x, top: builder.select(builder.fcmp_ordered(">", x, top), x, top))
 column_sums = make_columns(lambda builder, x, total: builder.fadd(x, total))
 subtract_columns = make_columns(lambda builder, x, value: builder.fsub(x, value), replaces=True)
+
+
+@intrinsic
+def give_way(_context):  # type: ignore[no-untyped-def]
+    """Let another thread have this thread's core, where the system has such a call."""
+
+    def generate(context, builder, _signature, _args):  # type: ignore[no-untyped-def]
+        if sys.platform != "win32":
+            kind = ir.FunctionType(ir.IntType(32), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 @intrinsic
