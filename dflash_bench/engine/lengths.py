@@ -33,6 +33,11 @@ OLDEST = (8, 0)
 """The lowest compute capability with flash attention (Ampere)."""
 ALL, NONE = -1, 0
 """Sizes of a side of a window: all places on that side, or none."""
+SPLIT_FROM, WIDEST_SPLIT, MOST_CHUNKS = 4096, 64, 4
+"""Places of the cache from which on keys may be read in chunks, tokens of such a pass, and the most chunks of a row.
+
+Merging takes nine short kernels a layer, about as long as reading two thousand places with a quarter of a GPU.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,30 +55,93 @@ class Lengths:
     width: int
     window: tuple[int, int] = (ALL, NONE)
     _begins: dict[int, Tensor] = field(default_factory=dict)
+    _chunks: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Return [B * N, heads, D] for queries [B * N, heads, D], and the cache's keys and values [B, KV, visible, D].
 
         Query head h reads key head h // (heads / KV). The cache is read where it lies.
         """
-        left, right = self.window
-        attended: Tensor = flash_attention(
+        num_chunks = self._num_chunks(queries, keys)
+        if num_chunks > 1:
+            return self.attend_in_chunks(queries, keys, values, scale, num_chunks)
+        begins = self._row_begins(keys.stride(0) // keys.stride(2))
+        attended: Tensor = self._flash((queries, keys, values), scale, self.queries, begins, self.used, self.window)[0]
+        return attended
+
+    def _num_chunks(self, queries: Tensor, keys: Tensor) -> int:
+        """Return in how many chunks a row's keys are read, so that most multiprocessors have work."""
+        _, num_heads, head_dim = queries.shape
+        if not 1 < self.width <= WIDEST_SPLIT or self.window[0] != ALL or keys.shape[2] < SPLIT_FROM:
+            return 1
+        num_chunks = min(MOST_CHUNKS, multiprocessors(queries.device) // (len(self.used) * num_heads))
+        is_right = num_chunks > 1 and not why_unsplit(queries.device, queries.dtype, head_dim, num_heads, keys.shape[1])
+        return num_chunks if is_right else 1
+
+    def attend_in_chunks(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, num_chunks: int) -> Tensor:
+        """Compute `attend` without a window, over chunks of each row's keys whose results are merged.
+
+        If tokens do not see those after them, the pass's own keys are a chunk of their own.
+        """
+        num_rows, width, num_heads = len(self.used), self.width, queries.shape[1]
+        key = (keys.stride(0) // keys.stride(2), num_chunks)
+        if key not in self._chunks:
+            self._chunks[key] = self._chunks_of(*key)
+        firsts, begins, used, own_begins, widths, is_empty = self._chunks[key]
+        repeated = queries.view(num_rows, 1, width, num_heads, -1).repeat(1, num_chunks, 1, 1, 1)
+        read = [self._flash((repeated.flatten(0, 2), keys, values), scale, firsts, begins, used, (ALL, ALL))]
+        if self.window[1] == NONE:
+            read.append(self._flash((queries, keys, values), scale, self.queries, own_begins, widths, self.window))
+        parts = [part.view(num_rows, -1, width, num_heads, part.shape[-1]) for part, *_ in read]
+        sums = [sums.view(num_heads, num_rows, -1, width).permute(1, 2, 3, 0) for _, sums, *_ in read]
+        sums[0] = sums[0].masked_fill(is_empty, -torch.inf)
+        return merged(torch.cat(parts, dim=1), torch.cat(sums, dim=1)).flatten(0, 1)
+
+    def _chunks_of(self, row_size: int, num_chunks: int) -> tuple[Tensor, ...]:
+        """Return where queries and keys of chunks begin, their numbers of keys; the same of own keys; what is empty.
+
+        These are [B * C + 1] twice, [B * C], [B + 1], [B] and [B, C, 1, 1]; the same for all layers of a pass.
+        """
+        width, dtype, device = self.width, self.used.dtype, self.used.device
+        begins, end = self._row_begins(row_size).split([len(self.used), 1])
+        past = (self.used - width if self.window[1] == NONE else self.used).unsqueeze(1)
+        size = (past + num_chunks - 1) // num_chunks
+        before = size * torch.arange(num_chunks, dtype=dtype, device=device)
+        used = torch.minimum(past - before, size).clamp(min=0)
+        firsts = torch.arange(0, used.numel() * width + 1, width, dtype=dtype, device=device)
+        chunk_begins, own_begins = (
+            torch.cat([(begins.unsqueeze(1) + places).flatten(), end]) for places in (before, past)
+        )
+        is_empty = (used == 0).view(-1, num_chunks, 1, 1)
+        return firsts, chunk_begins, used.flatten(), own_begins, torch.full_like(self.used, width), is_empty
+
+    def _flash(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        scale: float,
+        firsts_q: Tensor,
+        firsts_k: Tensor,
+        used: Tensor,
+        window: tuple[int, int],
+    ) -> Any:
+        """Return what the operator does: results like the queries, and log sums [heads, queries]."""
+        queries, keys, values = tensors
+        return flash_attention(
             query=queries,
             key=_all_places(keys),
             value=_all_places(values),
-            cum_seq_q=self.queries,
-            cum_seq_k=self._row_begins(keys.stride(0) // keys.stride(2)),
+            cum_seq_q=firsts_q,
+            cum_seq_k=firsts_k,
             max_q=self.width,
             max_k=keys.shape[2],
             dropout_p=0.0,
-            is_causal=self.window == (ALL, NONE),
+            is_causal=window == (ALL, NONE),
             return_debug_mask=False,
             scale=scale,
-            window_size_left=left,
-            window_size_right=right,
-            seqused_k=self.used,
-        )[0]
-        return attended
+            window_size_left=window[0],
+            window_size_right=window[1],
+            seqused_k=used,
+        )
 
     def _row_begins(self, size: int) -> Tensor:
         """Return [B + 1], the offsets of the cache's rows of `size` places each; the same for all layers of a pass."""
@@ -81,6 +149,22 @@ class Lengths:
             num_rows, like = len(self.used), self.used
             self._begins[size] = torch.arange(0, num_rows * size + 1, size, dtype=like.dtype, device=like.device)
         return self._begins[size]
+
+
+def merged(parts: Tensor, log_sums: Tensor) -> Tensor:
+    """Return attention [B, N, heads, D] over all keys, given that over C chunks of them and its log sums.
+
+    `parts` are [B, C, N, heads, D]; `log_sums` [B, C, N, heads] hold the logarithm of the sum of exp(score) over a
+    chunk, -inf for an empty one.
+    """
+    shares = log_sums.softmax(dim=1)
+    return (parts * shares.unsqueeze(-1)).sum(dim=1).to(parts.dtype)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors, each of which computes a block of queries of one head; 0 without a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if torch.cuda.is_available() else 0
 
 
 def _all_places(stored: Tensor) -> Tensor:
@@ -143,7 +227,11 @@ def why_masked(device: torch.device, dtype: torch.dtype, head_dim: int, num_head
         return f"flash attention of torch {torch.__version__} has no {lacking}"
     if not _is_new_enough(device):
         return "flash attention needs an NVIDIA GPU of compute capability 8.0 or newer"
-    return why_wrong(device, dtype, head_dim, num_heads, num_kv)
+    reason = why_wrong(device, dtype, head_dim, num_heads, num_kv)
+    if reason is None:
+        # Kept for captured passes, in which nothing can be compared.
+        why_unsplit(device, dtype, head_dim, num_heads, num_kv)
+    return reason
 
 
 def lacking_arguments(operator: Any) -> str:
@@ -163,13 +251,29 @@ TOLERANCE = 6e-2
 """Maximum difference of results up to 4 in half precision: nearly four units in the last place of bfloat16."""
 
 
+TRIED_CHUNKS = 4
+"""Of which one is empty in a row of five places."""
+
+
 @cache
-@torch.inference_mode()
 def why_wrong(device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv: int) -> str | None:
     """Return how attention by lengths differs from attention with a mask on random numbers; None if it does not.
 
     Two rows of different lengths read one token and several, with and without a window, and as a whole block.
     """
+    return _why_unlike(device, dtype, head_dim, num_heads, num_kv, None)
+
+
+@cache
+def why_unsplit(device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv: int) -> str | None:
+    """Return the same of attention in chunks of keys."""
+    return _why_unlike(device, dtype, head_dim, num_heads, num_kv, TRIED_CHUNKS)
+
+
+@torch.inference_mode()
+def _why_unlike(
+    device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv: int, num_chunks: int | None
+) -> str | None:
     numbers = torch.Generator().manual_seed(0)
     kv = KVCache(2, 128, device)
     kv.place([0, 0], kv.capacity)
@@ -178,12 +282,17 @@ def why_wrong(device: torch.device, dtype: torch.dtype, head_dim: int, num_heads
     starts = torch.tensor([5, 70], device=device)
     try:
         for width, window, whole_block in TRIED:
+            if num_chunks is not None and (width == 1 or window is not None):
+                continue
             kv.place_at(starts, width, kv.capacity)
-            keys, values = kv.write_pair(0, stored[..., :width, :])
+            new = _random(numbers, *stored.shape[:3], width, head_dim).to(device, dtype)
+            keys, values = kv.write_pair(0, new)
             shape = (2, width, num_heads, head_dim)
             queries = _random(numbers, *shape).to(device, dtype)
             lengths = placed_lengths(kv, window, whole_block)
-            said = lengths.attend(queries.flatten(0, 1), keys, values, 1.0).view(shape).transpose(1, 2)
+            read = queries.flatten(0, 1), keys, values, 1.0
+            said = lengths.attend(*read) if num_chunks is None else lengths.attend_in_chunks(*read, num_chunks)
+            said = said.view(shape).transpose(1, 2)
             mask = causal_mask(kv, dtype, None, window, whole_block)
             usual = scaled_dot_product_attention(
                 queries.transpose(1, 2), keys, values, mask, scale=1.0, enable_gqa=True

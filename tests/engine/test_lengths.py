@@ -23,8 +23,10 @@ from dflash_bench.engine.lengths import (
     DTYPES,
     attends_by_lengths,
     lacking_arguments,
+    merged,
     placed_lengths,
     why_masked,
+    why_unsplit,
     why_wrong,
 )
 from dflash_bench.engine.target import Target
@@ -46,7 +48,7 @@ def by_lengths(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Target and drafts attend by lengths here, by the reference; counts its calls, by width."""
     widths: list[int] = []
 
-    def counted(**options: Any) -> tuple[Tensor]:
+    def counted(**options: Any) -> tuple[Tensor, Tensor]:
         widths.append(options["max_q"])
         return flash_attention(**options)
 
@@ -134,11 +136,34 @@ WRONG: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 """Options that a wrong kernel takes for others."""
 
 
+UNSPLIT = {
+    **{
+        name: wrong for name, wrong in WRONG.items() if name not in ("lengths are ignored", "a window is one too large")
+    },
+    "log sums of base 2": lambda options: {"sums": lambda sums: sums / 0.6931},
+    "log sums by query": lambda options: {"sums": lambda sums: sums.t().reshape(sums.shape)},
+    "log sums are none": lambda options: {"sums": torch.zeros_like},
+}
+"""The same of keys in chunks, which have no windows; without lengths they would end behind the cache."""
+
+
+def misled(wrong: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[..., Any]:
+    def attention(**options: Any) -> tuple[Tensor, Tensor]:
+        taken = options | wrong(options)
+        changed = taken.pop("sums", lambda sums: sums)
+        attended, sums = flash_attention(**taken)
+        return attended, changed(sums)
+
+    return attention
+
+
 @pytest.fixture
 def unasked() -> Iterator[None]:
     why_wrong.cache_clear()
+    why_unsplit.cache_clear()
     yield
     why_wrong.cache_clear()
+    why_unsplit.cache_clear()
 
 
 @pytest.mark.parametrize(("head_dim", "num_heads", "num_kv"), HEADS)
@@ -148,6 +173,7 @@ def test_a_right_kernel_is_used(
 ) -> None:
     monkeypatch.setattr(lengths, "flash_attention", flash_attention)
     assert why_wrong(CPU, dtype, head_dim, num_heads, num_kv) is None
+    assert why_unsplit(CPU, dtype, head_dim, num_heads, num_kv) is None
 
 
 @pytest.mark.parametrize("heads", [(8, 4, 2), (128, 32, 8)], ids=["few", "Qwen3-8B's"])
@@ -155,16 +181,54 @@ def test_a_right_kernel_is_used(
 def test_a_wrong_kernel_is_not(
     wrong: str, heads: tuple[int, int, int], unasked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        lengths, "flash_attention", lambda **options: flash_attention(**(options | WRONG[wrong](options)))
-    )
+    monkeypatch.setattr(lengths, "flash_attention", misled(WRONG[wrong]))
     assert why_wrong(CPU, torch.bfloat16, *heads)
 
 
-def rounded_once_more(**options: Any) -> tuple[Tensor]:
-    (attended,) = flash_attention(**options)
+@pytest.mark.parametrize("wrong", UNSPLIT)
+def test_keys_are_not_read_in_chunks_by_a_wrong_kernel(
+    wrong: str, unasked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lengths, "flash_attention", misled(UNSPLIT[wrong]))
+    assert why_unsplit(CPU, torch.bfloat16, 8, 4, 2)
+
+
+def test_chunks_of_keys_merge_to_attention_over_all_of_them() -> None:
+    queries, keys, values = (torch.randn(size, 2, 8, dtype=torch.float64) for size in (3, 10, 10))
+    scores = torch.einsum("qhd,khd->qkh", queries, keys)
+    usual = torch.einsum("qkh,khd->qhd", scores.softmax(dim=1), values)
+    parts = [torch.einsum("qkh,khd->qhd", s.softmax(dim=1), v) for s, v in pairs(scores, values)]
+    sums = [s.logsumexp(dim=1) for s, _ in pairs(scores, values)]
+    empty = torch.zeros_like(usual), torch.full_like(sums[0], -torch.inf)
+    attended = merged(torch.stack([*parts, empty[0]])[None], torch.stack([*sums, empty[1]])[None])
+    assert torch.allclose(attended[0], usual, rtol=1e-12)
+
+
+def pairs(scores: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return [(scores[:, begin:end], values[begin:end]) for begin, end in ((0, 4), (4, 5), (5, 10))]
+
+
+def test_answers_are_the_same_where_keys_are_read_in_chunks(
+    by_lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.MonkeyPatch.context() as whole:
+        whole.setattr(lengths, "multiprocessors", lambda _device: 1)
+        usual = decoded("dflash", 3, False, [])
+    shares = list[int]()
+    monkeypatch.setattr(lengths, "SPLIT_FROM", 1)
+    monkeypatch.setattr(lengths, "multiprocessors", lambda _device: 40)
+    monkeypatch.setattr(lengths, "merged", lambda *parts: shares.append(parts[0].shape[1]) or merged(*parts))
+    ours = decoded("dflash", 3, True, [])
+    # 40 multiprocessors for 3 rows of 4 heads: the past in 3 chunks, and the own tokens of causal passes.
+    assert set(shares) >= {3, 4}
+    assert ours.tokens == usual.tokens
+    assert [step.drafted_ids for step in ours.rounds] == [step.drafted_ids for step in usual.rounds]
+
+
+def rounded_once_more(**options: Any) -> tuple[Tensor, Tensor]:
+    attended, sums = flash_attention(**options)
     up = torch.nextafter(attended, torch.full_like(attended, torch.inf))
-    return (torch.where(attended > attended.median(), up, attended),)
+    return torch.where(attended > attended.median(), up, attended), sums
 
 
 def test_one_more_rounding_is_right(unasked: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +240,7 @@ def test_one_more_rounding_is_right(unasked: None, monkeypatch: pytest.MonkeyPat
 def test_it_is_for_half_precision_on_a_gpu_that_has_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lengths, "_is_new_enough", lambda _device: True)
     monkeypatch.setattr(lengths, "why_wrong", lambda *_: None)
+    monkeypatch.setattr(lengths, "why_unsplit", lambda *_: None)
     assert attends_by_lengths(CUDA, torch.bfloat16, 128, 32, 8)
     assert not attends_by_lengths(CPU, torch.bfloat16, 128, 32, 8)
     assert not attends_by_lengths(CUDA, torch.float32, 128, 32, 8)
@@ -218,6 +283,7 @@ def test_the_operator_is_chosen_by_its_arguments(version: str, monkeypatch: pyte
     monkeypatch.setattr(lengths, "flash_attention", Operator(arguments))
     monkeypatch.setattr(lengths, "_is_new_enough", lambda _device: True)
     monkeypatch.setattr(lengths, "why_wrong", lambda *_: None)
+    monkeypatch.setattr(lengths, "why_unsplit", lambda *_: None)
     why = why_masked(CUDA, torch.bfloat16, 128, 32, 8)
     assert why is None if not lacking else why is not None and why.endswith(f"has no {lacking}")
 
@@ -235,6 +301,7 @@ def test_torchs_own_is_called_with_shapes_that_it_knows(width: int) -> None:
         used = torch.zeros(2, dtype=torch.int32, device=CUDA)
         seen = lengths.Lengths(torch.zeros(3, dtype=torch.int32, device=CUDA), used, width)
         assert seen.attend(queries, stored, stored, 0.1).shape == queries.shape
+        assert seen.attend_in_chunks(queries, stored, stored, 0.1, 4).shape == queries.shape
 
 
 def test_a_rows_places_follow_one_another_in_the_view_of_the_cache() -> None:

@@ -26,8 +26,11 @@ def flash_attention(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
     seqused_k: Tensor | None = None,
-) -> tuple[Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return [Tq, heads, D] for queries [Tq, heads, D], and keys and values [Tk, KV, D]; sequences lie end to end.
+
+    Then, as the operator does, the logarithms of each query's sum of exp(score), [heads, Tq]. Where there are no keys,
+    the result is 0, and the logarithm is positive infinity.
 
     Sequence i has the queries cum_seq_q[i] ... and the keys from cum_seq_k[i] on, of which the first seqused_k[i]
     count. Its last query stands at its last key, and a query sees as many keys to its left and right as the window has.
@@ -42,20 +45,31 @@ def flash_attention(
     steps_q = torch.arange(max_q, device=query.device)[None].expand(num_sequences, -1)
     steps_k = torch.arange(max_k, device=query.device)[None].expand(num_sequences, -1)
     places_q = (first_q + torch.minimum(steps_q, num_q - 1)).flatten()
-    places_k = (first_k + torch.minimum(steps_k, num_k - 1)).flatten()
+    places_k = (first_k + torch.minimum(steps_k, (num_k - 1).clamp(min=0))).flatten()
     q = query.index_select(0, places_q).view(num_sequences, max_q, key.shape[1], group, -1)
     k, v = (x.index_select(0, places_k).view(num_sequences, max_k, *x.shape[1:]) for x in (key, value))
-    scores = torch.einsum("sqhgd,skhd->shgqk", q, k) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = torch.einsum("sqhgd,skhd->shgqk", q.float(), k.float()) * (
+        query.shape[-1] ** -0.5 if scale is None else scale
+    )
     distance = steps_k[:, None, :] - (steps_q + num_k - num_q)[:, :, None]
     hidden = (steps_k >= num_k)[:, None, :].expand_as(distance)
     if left >= 0:
         hidden = hidden | (distance < -left)
     if right >= 0:
         hidden = hidden | (distance > right)
-    shares = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(dim=-1)
-    attended = torch.einsum("shgqk,skhd->sqhgd", shares.to(v.dtype), v).reshape(num_sequences * max_q, *query.shape[1:])
+    scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
+    is_empty = (num_k == 0)[:, :, None, None]
+    shares = scores.softmax(dim=-1).masked_fill(is_empty[..., None], 0)
+    log_sums = scores.logsumexp(dim=-1).masked_fill(is_empty, torch.inf)
+    log_sums = log_sums.permute(1, 2, 0, 3).reshape(query.shape[1], -1)
+    attended = (
+        torch.einsum("shgqk,skhd->sqhgd", shares, v.float())
+        .to(v.dtype)
+        .reshape(num_sequences * max_q, *query.shape[1:])
+    )
     # Sequences that are shorter than the longest write their last query again.
-    return (torch.empty_like(query).index_copy_(0, places_q, attended),)
+    of_queries = log_sums.new_empty(query.shape[1], len(query)).index_copy_(1, places_q, log_sums)
+    return torch.empty_like(query).index_copy_(0, places_q, attended), of_queries
 
 
 def _refuse(
