@@ -80,6 +80,7 @@ def test_three_runs_find_a_tenth() -> None:
     assert CAUGHT["1 and 1"]["30%"] >= 0.90
 
 
+@pytest.mark.in_full
 def test_the_committed_intervals_are_those_of_the_code() -> None:
     """Within four standard errors of a simulation a fifth as long."""
     for name in ("skewed lengths", "heavy-tailed lengths"):

@@ -32,14 +32,15 @@ def failing(drawn: Draws) -> list[FitTest]:
     return [test for test in run_tests([drawn]) if test.failed]
 
 
-def test_where_all_is_right_p_is_uniform_and_all_tests_together_keep_the_level() -> None:
-    tests = [run_tests([draws(60, seed)]) for seed in range(400)]
+@pytest.mark.parametrize("number", [120, pytest.param(400, marks=pytest.mark.in_full)])
+def test_where_all_is_right_p_is_uniform_and_all_tests_together_keep_the_level(number: int) -> None:
+    tests = [run_tests([draws(60, seed)]) for seed in range(number)]
     for kind in ("likelihood", "leaning", "rank", "pairs"):
         ps = [test.p for some in tests for test in some if test.kind == kind and test.view == "all tokens"]
         assert kstest(ps, "uniform").pvalue > 1e-3, kind
     lowest = np.array([min(test.adjusted for test in some) for some in tests])
     # At a level at which so few repetitions can tell: Holm's correction is careful, since views share tokens.
-    assert binom.sf((lowest < 0.05).sum() - 1, 400, 0.05) > 1e-3
+    assert binom.sf((lowest < 0.05).sum() - 1, number, 0.05) > 1e-3
     assert not (lowest < LEVEL).any()
 
 
@@ -157,19 +158,20 @@ def test_holm_counts_the_tests_of_all_methods() -> None:
     assert min(test.adjusted for test in two) == pytest.approx(min(1, len(two) * min(test.p for test in two)))
 
 
-def test_the_least_difference_that_is_found_is_found_nearly_always() -> None:
+@pytest.mark.parametrize("number", [40, pytest.param(100, marks=pytest.mark.in_full)])
+def test_the_least_difference_that_is_found_is_found_nearly_always(number: int) -> None:
     """z of 5e-4 on one side is 3.2905, of 0.01 2.3263; a share is found from 4.4 / sqrt(2 n) on."""
     score = FitTest("dflash", "all tokens", "leaning", 400, 0, 0.5, 0.5, 1.0, 0.02)
     assert least_found(score, 1e-3) == pytest.approx(0.02 * (3.2905 + 2.3263), rel=1e-4)
     shares = FitTest("dflash", "all tokens", "rank", 5000, 0, 0.01, 0.01, 1.0, 0.0)
     assert least_found(shares, 1e-3) == pytest.approx((7.6009**0.5 + 5.2983**0.5) / 100, rel=1e-4)
     found = 0
-    for seed in range(100):
+    for seed in range(number):
         (test,) = (one for one in run_tests([draws(60, seed)]) if (one.view, one.kind) == ("all tokens", "leaning"))
         off = draws(60, seed, where=everywhere, share=lambda p: p + test.finds)  # noqa: B023
         (test,) = (one for one in run_tests([off]) if (one.view, one.kind) == ("all tokens", "leaning"))
         found += test.failed
-    assert found >= 95
+    assert found >= 0.95 * number
 
 
 # The tests themselves.

@@ -125,6 +125,7 @@ def _exits_with_0(call: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("text", [text for text, entry in ENTRIES.items() if "runs" in entry])
+@pytest.mark.in_full
 def test_a_quick_command_works(
     text: str, runs: Path, tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:

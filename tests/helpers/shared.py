@@ -25,15 +25,11 @@ def require_unchanged() -> None:
 def _changes(model: Any, before: dict[str, torch.Tensor]) -> list[str]:
     now = model.state_dict()
     kind = type(model).__name__
-    changed = [
-        f"{kind} {name}"
-        for name, was in before.items()
-        if not torch.equal(now[name], was) or not now[name].is_contiguous()
-    ]
+    others = [name for name, was in before.items() if not torch.equal(now[name], was)]
+    changed = [f"{kind} {name}" for name in before if name in others or not now[name].is_contiguous()]
     with torch.no_grad():
-        for name, was in before.items():
-            if not torch.equal(now[name], was):
-                now[name].copy_(was)
+        for name in others:
+            now[name].copy_(before[name])
     for name, module in model.named_modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             for number, hook in list(hooks.items()):

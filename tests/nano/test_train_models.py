@@ -180,6 +180,7 @@ def _fits(first: int, start: int) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["medusa", "draft-model", "block-diffusion"])
+@pytest.mark.in_full
 def test_an_interrupted_training_ends_where_an_unbroken_one_does(kind: str, tmp_path: Any) -> None:
     data, recipe = rows(), DraftRecipe(steps=8, matrix_lr=0.02, other_lr=0.002, rows=2, warmup=2)
     whole = objective(kind, data)

@@ -28,6 +28,7 @@ def many_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+@pytest.mark.in_full
 def test_a_thousand_streams_at_a_time(many_files: None) -> None:
     chats = [(Message("user", f"What is {number} times 7?"),) for number in range(MANY)]
     ended: list[None] = []
