@@ -23,7 +23,7 @@ from helpers.drafts.tiny import PROMPTS, without_head
 from helpers.each import each
 from helpers.heads import draft_of
 from helpers.plain_answers import plain_answers
-from helpers.toy import run, tiny
+from helpers.toy import native, run, tiny
 
 KINDS = ("selector", "vanilla", "gated", "rnn")
 
@@ -62,7 +62,7 @@ def by_the_paper(drafter: BranchingTreeDrafter, row: int) -> list[tuple[tuple[in
 @torch.inference_mode()
 @each("kind", KINDS)
 def test_the_nodes_are_those_of_the_paper(kind: str) -> None:
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     drafter = build(target, kind, "ddtree:nodes=14,top_k=3")
     steps = decode(target, drafter, PROMPTS, Limits(20, frozenset()), Sampling(), HostClock(), num_rows=3)
     next(iter(steps))
@@ -80,7 +80,7 @@ def test_the_nodes_are_those_of_the_paper(kind: str) -> None:
 
 @each("kind", KINDS)
 def test_one_child_a_node_is_the_heads_own_chain(kind: str) -> None:
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     chain = DFlashDrafter(draft_of(kind, scale=3), target.embedding, target.head)
     tree = build(target, kind, f"ddtree:nodes={chain.num_drafts},top_k=1")
     told = [
@@ -92,7 +92,7 @@ def test_one_child_a_node_is_the_heads_own_chain(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["selector", "rnn"])
 def test_a_head_of_zeros_grows_ddtrees_tree(kind: str) -> None:
     """With as many candidates as nodes both are the best nodes that there are."""
-    target, draft = Target(tiny("llama")), draft_of(kind, scale=0)
+    target, draft = native(tiny("llama")), draft_of(kind, scale=0)
     trees = [
         each(body, target.embedding, target.head, 5, 5)
         for each, body in ((BranchingTreeDrafter, draft), (DDTreeDrafter, without_head(draft)))
@@ -106,7 +106,7 @@ def test_a_head_of_zeros_grows_ddtrees_tree(kind: str) -> None:
 def test_branching_trees_give_the_plain_tokens(kind: str, options: str) -> None:
     if kind == "selector" and "top_k=8" in options:
         options = ":nodes=40,top_k=5"  # all of its candidates
-    target = Target(tiny("qwen3"))
+    target = native(tiny("qwen3"))
     out = run(target, build(target, kind, f"ddtree{options}"), PROMPTS, 16)
     assert out.tokens == plain_answers(target, PROMPTS, 16)
     sampling = Sampling(0.5, seed=3)
@@ -126,7 +126,7 @@ def test_branching_trees_give_the_plain_tokens(kind: str, options: str) -> None:
 )
 def test_trees_that_nobody_grows_are_refused(kind: str, method: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        build(Target(tiny("llama")), kind, method)
+        build(native(tiny("llama")), kind, method)
 
 
 @pytest.mark.parametrize("kind", ["domino", "xpress", "lilicorr"])

@@ -19,13 +19,12 @@ from dflash_bench.engine.drafters.dflash import AutoCutDFlashDrafter, AutoDFlash
 from dflash_bench.engine.loop import decode
 from dflash_bench.engine.rows import HostClock, Limits
 from dflash_bench.engine.sampling import Sampling
-from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
 from helpers.drafts.tiny import PROMPTS, without_head
 from helpers.each import each
 from helpers.heads import HEADS, draft_of, drafter_of
-from helpers.toy import plain, run, tiny
+from helpers.toy import native, plain, run, tiny
 
 CONFIDENT = ("vanilla", "gated", "rnn")
 
@@ -45,7 +44,7 @@ def watched(drafter: Any) -> list[Draft]:
 
 @each("kind", HEADS)
 def test_a_head_of_zeros_drafts_what_the_block_drafts(kind: str) -> None:
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     head = drafter_of(target, kind, scale=0)
     body = DFlashDrafter(without_head(head.draft), target.embedding, target.head)
     out = [run(target, drafter, PROMPTS, 20) for drafter in (head, body)]
@@ -56,7 +55,7 @@ def test_a_head_of_zeros_drafts_what_the_block_drafts(kind: str) -> None:
 
 @each("kind", HEADS)
 def test_a_head_changes_what_is_drafted_and_never_what_is_said(kind: str) -> None:
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     drafter = drafter_of(target, kind)
     body = DFlashDrafter(without_head(drafter.draft), target.embedding, target.head)
     out, other = (run(target, one, PROMPTS, 12) for one in (drafter, body))
@@ -67,7 +66,7 @@ def test_a_head_changes_what_is_drafted_and_never_what_is_said(kind: str) -> Non
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_row_is_drafted_as_it_would_be_alone(kind: str) -> None:
     """Also where it takes the slot of an answer that has ended, and beside rows that read their prompts."""
-    target, prompts = Target(tiny("qwen3")), [*PROMPTS, [7, 8, 9], [11] * 20]
+    target, prompts = native(tiny("qwen3")), [*PROMPTS, [7, 8, 9], [11] * 20]
     stop_ids = frozenset({plain(target, prompts[:1], 12)[0][4]})
     limits = Limits(12, stop_ids)
     drafted: dict[int, list[list[int]]] = defaultdict(list)
@@ -82,7 +81,7 @@ def test_a_row_is_drafted_as_it_would_be_alone(kind: str) -> None:
 
 @each(("kind", "num_drafts"), [(kind, 3 - 2 * (number % 2)) for number, kind in enumerate(HEADS)])
 def test_a_smaller_block_has_fewer_slots_of_the_same_head(kind: str, num_drafts: int) -> None:
-    target, draft = Target(tiny("llama")), draft_of(kind)
+    target, draft = native(tiny("llama")), draft_of(kind)
     drafter = DFlashDrafter(draft, target.embedding, target.head, draft.config.block_for(num_drafts))
     out = run(target, drafter, PROMPTS, 12)
     assert out.tokens == plain(target, PROMPTS, 12) and out.rounds[0].drafted == [num_drafts] * 3
@@ -109,7 +108,7 @@ def drawn_from(tokens: Tensor, q: Tensor) -> bool:
 
 @each("kind", HEADS)
 def test_tokens_are_drawn_from_the_probabilities_that_a_draft_brings_given_those_before(kind: str) -> None:
-    target, num_rows = Target(tiny("qwen3")), 600
+    target, num_rows = native(tiny("qwen3")), 600
     drafter = drafter_of(target, kind, scale=3, rule="rejection")
     drafts = watched(drafter)
     out = run(target, drafter, [PROMPTS[1]] * num_rows, 2, sampling=Sampling(0.05), seeds=range(num_rows))
@@ -136,7 +135,7 @@ def test_answers_follow_the_targets_distribution(kind: str, rule: str) -> None:
 
     Verification sees no more of a head than the tokens and probabilities of the test above.
     """
-    target, sampling, num_rows = Target(tiny("qwen3")), Sampling(0.08), 1000
+    target, sampling, num_rows = native(tiny("qwen3")), Sampling(0.08), 1000
     prompt = PROMPTS[1]
     drafter = drafter_of(target, kind, scale=2, rule=rule)
     out = run(target, drafter, [prompt] * num_rows, 3, sampling=sampling, seeds=range(num_rows))
@@ -151,7 +150,7 @@ def test_answers_follow_the_targets_distribution(kind: str, rule: str) -> None:
 
 
 def test_under_match_the_tokens_are_the_heads_best_at_any_temperature() -> None:
-    target = Target(tiny("qwen3"))
+    target = native(tiny("qwen3"))
     greedy, drawn = (drafter_of(target, "selector") for _ in range(2))
     drafts = [watched(each) for each in (greedy, drawn)]
     run(target, greedy, [PROMPTS[1]], 4)
@@ -165,7 +164,7 @@ def test_under_match_the_tokens_are_the_heads_best_at_any_temperature() -> None:
 
 @pytest.mark.parametrize("kind", CONFIDENT)
 def test_a_draft_is_cut_before_its_first_token_below_the_threshold(kind: str) -> None:
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     lengths: set[int] = set()
     for threshold in (0.2, 0.9):
         drafter = CutDFlashDrafter(draft_of(kind, 4), target.embedding, target.head, threshold=threshold)
@@ -204,7 +203,7 @@ def test_a_draft_is_cut_before_its_first_token_below_the_threshold(kind: str) ->
 
 @pytest.mark.parametrize("rule", ["match", "rejection"])
 def test_cut_drafts_are_exact_above_temperature_0_too(rule: str) -> None:
-    target, sampling, num_rows = Target(tiny("qwen3")), Sampling(0.08), 1000
+    target, sampling, num_rows = native(tiny("qwen3")), Sampling(0.08), 1000
     drafter = CutDFlashDrafter(draft_of("gated", scale=2), target.embedding, target.head, rule=rule, threshold=0.7)
     out = run(target, drafter, [PROMPTS[1]] * num_rows, 3, sampling=sampling, seeds=range(num_rows))
     if rule == "match":
@@ -221,7 +220,7 @@ def test_cut_drafts_are_exact_above_temperature_0_too(rule: str) -> None:
 
 @pytest.mark.parametrize("kind", CONFIDENT)
 def test_auto_verifies_what_pays_which_may_be_nothing(kind: str) -> None:
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     drafter = AutoCutDFlashDrafter(draft_of(kind), target.embedding, target.head)
     ticks = itertools.count()
     drafter.adaptive.now = lambda: float(next(ticks))  # every round takes as long, however wide it is
@@ -234,7 +233,7 @@ def test_auto_verifies_what_pays_which_may_be_nothing(kind: str) -> None:
 
 
 def test_auto_stops_verifying_where_the_target_reads_slowly_and_the_draft_is_unsure() -> None:
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     draft = draft_of("vanilla")
     with torch.no_grad():
         draft.confidence_head.proj.bias.fill_(-20)
@@ -256,14 +255,14 @@ def test_auto_stops_verifying_where_the_target_reads_slowly_and_the_draft_is_uns
 
 
 def test_a_head_drafts_beside_prompt_lookup() -> None:
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     models = Models(None, None, {"dflash": draft_of("selector")}, {})
     drafter = dflash_ngram.build(models, target, methods.parse("dflash+ngram:match=2"))
     assert run(target, drafter, PROMPTS, 24).tokens == plain(target, PROMPTS, 24)
 
 
 def test_the_whole_block_is_drafted_where_auto_shortens_it() -> None:
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     for kind in ("selector", "xpress", "rnn"):
         drafter = AutoDFlashDrafter(draft_of(kind), target.embedding, target.head)
         assert run(target, drafter, PROMPTS, 24).tokens == plain(target, PROMPTS, 24)
@@ -273,7 +272,7 @@ def test_the_whole_block_is_drafted_where_auto_shortens_it() -> None:
 
 
 def build(kind: str, method: str) -> Any:
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     chosen = methods.parse(method)
     models = Models(None, None, {"dflash": draft_of(kind)}, {})
     return (ddtree if chosen.name == "ddtree" else dflash).build(models, target, chosen)

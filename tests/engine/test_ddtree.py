@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.drafters.ddtree import DDTreeDrafter, Levels, Nodes, best_nodes
 from dflash_bench.engine.sampling import Sampling
-from dflash_bench.engine.target import Target
 from helpers.decoding import PROMPTS as RAGGED
 from helpers.decoding import STOP, answers, table, texts
 from helpers.drafts.ddtree import ddtree_drafter, noisy_ddtree
 from helpers.drafts.tiny import DFLASH, PROMPTS, dflash_drafter
 from helpers.each import each
 from helpers.plain_answers import plain_answers
-from helpers.toy import run, tiny
+from helpers.toy import native, run, tiny
 
 CPU = torch.device("cpu")
 Way = tuple[int, ...]
@@ -91,21 +90,21 @@ def test_the_nodes_are_those_of_a_heap_in_its_order(
 @each(("nodes", "top_k", "block_size"), [(1, None, 8), (5, 2, 3), (12, None, 8), (40, 4, 12)])
 @each("kind", ["qwen3", "llama"])
 def test_trees_give_the_plain_tokens(kind: str, nodes: int, top_k: int | None, block_size: int, num_rows: int) -> None:
-    target, prompts = Target(tiny(kind)), RAGGED[:num_rows]
+    target, prompts = native(tiny(kind)), RAGGED[:num_rows]
     out = run(target, ddtree_drafter(target, nodes, top_k, block_size), prompts, 12)
     assert out.tokens == plain_answers(target, prompts, 12)
     assert out.rounds[0].drafted == [nodes] * num_rows
 
 
 def test_equal_seeds_draw_equal_tokens_with_and_without_a_tree() -> None:
-    target, sampling = Target(tiny("qwen3")), Sampling(0.8, seed=5)
+    target, sampling = native(tiny("qwen3")), Sampling(0.8, seed=5)
     alone = run(target, NoDrafter(), PROMPTS, 12, sampling=sampling)
     assert run(target, ddtree_drafter(target), PROMPTS, 12, sampling=sampling).tokens == alone.tokens
     assert alone.tokens != plain_answers(target, PROMPTS, 12)
 
 
 def test_one_candidate_a_slot_is_the_chain_and_is_sent_as_one() -> None:
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     tree, chain = (
         run(target, drafter, PROMPTS, 20) for drafter in (ddtree_drafter(target, 7, top_k=1), dflash_drafter(target))
     )

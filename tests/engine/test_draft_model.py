@@ -12,14 +12,13 @@ from dflash_bench.core.methods import parse
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.draft_model import ModelDrafter, build
 from dflash_bench.engine.sampling import Sampling
-from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
 from helpers.drafts.draft_model import drafter, nearly
 from helpers.each import each
 from helpers.plain_answers import plain_answers
 from helpers.tiny_architectures import HYBRID, made
-from helpers.toy import generated, plain, run, tiny
+from helpers.toy import generated, native, plain, run, tiny
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]
 NEW = 24
@@ -59,7 +58,7 @@ class Recording:
 
 @each(("kind", "num_drafts"), [*((kind, 5) for kind in MODELS), ("another", 1)])
 def test_the_output_is_the_plain_one_whoever_drafts(kind: str, num_drafts: int) -> None:
-    target = Target(tiny("qwen3"))
+    target = native(tiny("qwen3"))
     expected = plain_answers(target, PROMPTS, NEW)
     assert run(target, drafter(MODELS[kind](), num_drafts), PROMPTS, NEW).tokens == expected
     # Rows that stop in the middle of a block, at different rounds.
@@ -71,7 +70,7 @@ def test_the_output_is_the_plain_one_whoever_drafts(kind: str, num_drafts: int) 
 
 @pytest.mark.parametrize("rule", ["match", "rejection"])
 def test_sampled_tokens_are_those_of_plain_decoding_under_the_match_rule(rule: str) -> None:
-    target, sampling = Target(tiny("qwen3")), Sampling(temperature=0.8, seed=3)
+    target, sampling = native(tiny("qwen3")), Sampling(temperature=0.8, seed=3)
     same = run(target, drafter(nearly(), rule=rule), PROMPTS[1:2], NEW, sampling=sampling).tokens == plain(
         target, PROMPTS[1:2], NEW, sampling=sampling
     )
@@ -84,7 +83,7 @@ def test_what_is_drafted_is_what_the_model_says_by_itself() -> None:
     unequal length: whatever is in the cache must be what was committed."""
     model = nearly()
     watching = Recording(drafter(model))
-    accepted = [step.accepted for step in run(Target(tiny("qwen3")), watching, PROMPTS, NEW).rounds]
+    accepted = [step.accepted for step in run(native(tiny("qwen3")), watching, PROMPTS, NEW).rounds]
     assert {0, 4} < {count for counts in accepted for count in counts}
     for texts, draft in watching.proposed:
         for prompt, text, tokens in zip(PROMPTS, texts, draft.tokens.tolist(), strict=True):
@@ -94,7 +93,7 @@ def test_what_is_drafted_is_what_the_model_says_by_itself() -> None:
 
 
 def test_a_model_that_is_the_target_is_right_in_every_round() -> None:
-    decoded = run(Target(tiny("qwen3")), drafter(copy.deepcopy(tiny("qwen3"))), PROMPTS, 1 + 5 * 4)
+    decoded = run(native(tiny("qwen3")), drafter(copy.deepcopy(tiny("qwen3"))), PROMPTS, 1 + 5 * 4)
     assert [step.accepted for step in decoded.rounds] == [[4, 4, 4]] * 4
 
 
@@ -106,13 +105,13 @@ def test_rejection_keeps_everything_that_is_drawn_from_the_targets_distribution(
     if not all_kept:
         # The head's logits are the embedding's products: scaling the last norm scales them.
         model.model.norm.weight.data.mul_(2)
-    decoded = run(Target(tiny("qwen3")), inner, PROMPTS, 1 + 5 * 4, sampling=Sampling(temperature=own, seed=1))
+    decoded = run(native(tiny("qwen3")), inner, PROMPTS, 1 + 5 * 4, sampling=Sampling(temperature=own, seed=1))
     kept = [step.accepted for step in decoded.rounds]
     assert (kept == [[4, 4, 4]] * 4) == all_kept
 
 
 def test_probabilities_come_with_what_is_drawn_and_only_then() -> None:
-    target = Target(tiny("qwen3"))
+    target = native(tiny("qwen3"))
     for rule, temperature, brings in (("match", 1.0, False), ("rejection", 0.0, False), ("rejection", 1.0, True)):
         watching = Recording(drafter(tiny("llama"), rule=rule))
         run(target, watching, PROMPTS, 6, sampling=Sampling(temperature=temperature, seed=2))
@@ -128,18 +127,18 @@ def test_no_token_is_drafted_that_the_target_does_not_have() -> None:
     model = copy.deepcopy(tiny("llama", vocab_size=128))
     model.lm_head.weight.data[97:] += 3
     watching = Recording(drafter(model))
-    run(Target(tiny("qwen3")), watching, PROMPTS, 8)
+    run(native(tiny("qwen3")), watching, PROMPTS, 8)
     assert all(int(draft.tokens.max()) < 97 for _, draft in watching.proposed)
 
 
 def test_a_recurrent_model_cannot_draft() -> None:
     models = Models(tiny("qwen3"), None, {"draft-model": made(next(iter(HYBRID)))}, {})
     with pytest.raises(UserError, match=r"--draft draft-model: a \w+ model has recurrent layers and cannot draft"):
-        build(models, Target(tiny("qwen3")), parse("draft-model"))
+        build(models, native(tiny("qwen3")), parse("draft-model"))
 
 
 def test_options_reach_the_drafter() -> None:
     models = Models(tiny("qwen3"), None, {"draft-model": tiny("llama")}, {})
-    built = build(models, Target(tiny("qwen3")), parse("draft-model:n=3,rule=rejection"))
+    built = build(models, native(tiny("qwen3")), parse("draft-model:n=3,rule=rejection"))
     assert built.num_drafts == 3 and built.draft_sampler.samples
-    assert build(models, Target(tiny("qwen3")), parse("draft-model")).num_drafts == 7
+    assert build(models, native(tiny("qwen3")), parse("draft-model")).num_drafts == 7

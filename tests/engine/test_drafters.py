@@ -35,7 +35,7 @@ from helpers.drafts.tiny import (
 )
 from helpers.each import each
 from helpers.plain_answers import plain_answers
-from helpers.toy import Decoded, Watching, run, tiny
+from helpers.toy import Decoded, Watching, native, run, tiny
 
 # DFlash.
 
@@ -66,7 +66,7 @@ def dflash_from_scratch(
 
 @pytest.mark.parametrize("make", [dflash_drafter, eagle3_drafter, eagle3_tree_drafter])
 def test_a_draft_sees_what_is_before_the_anchor_and_nothing_else(make: Any) -> None:
-    drafter = make(Target(tiny("qwen3")))
+    drafter = make(native(tiny("qwen3")))
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 9, 96, generator=generator)
     tokens = torch.randint(0, 96, (2, 9), generator=generator)
@@ -84,7 +84,7 @@ def test_a_draft_sees_what_is_before_the_anchor_and_nothing_else(make: Any) -> N
 
 
 def test_dflash_proposes_one_token_less_than_its_block_the_trained_one_if_not_told() -> None:
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     assert dflash_drafter(target).num_drafts == DFLASH.block_size - 1
     assert dflash_drafter(target, 2).num_drafts == 1
     assert dflash_drafter(target, 12).num_drafts == 11
@@ -93,7 +93,7 @@ def test_dflash_proposes_one_token_less_than_its_block_the_trained_one_if_not_to
 @each("num_rows", [1, 3])
 @each("block_size", [2, 3, 8, 12, 17])
 def test_dflash_gives_the_plain_tokens(block_size: int, num_rows: int) -> None:
-    target = Target(tiny("qwen3"))
+    target = native(tiny("qwen3"))
     out = run(target, dflash_drafter(target, block_size), PROMPTS[:num_rows], 20)
     assert out.tokens == plain_answers(target, PROMPTS[:num_rows], 20)
     assert out.rounds[0].drafted == [block_size - 1] * num_rows
@@ -105,7 +105,7 @@ def test_dflash_gives_the_plain_tokens(block_size: int, num_rows: int) -> None:
 @each("num_drafts", [1, 2, 6])
 @each("rows", [[1], [0, 1, 2]])
 def test_a_cached_eagle3_chain_equals_a_full_recomputation(num_drafts: int, rows: list[int]) -> None:
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     drafter = eagle3_drafter(target, num_drafts, reduced())
     recorded = record(drafter, drafter.network.head, target, [PROMPTS[row] for row in rows])
     assert len(recorded.proposed) >= 4
@@ -118,7 +118,7 @@ def test_a_cached_eagle3_chain_equals_a_full_recomputation(num_drafts: int, rows
 
 
 def test_eagle3_read_in_two_parts_equals_one_causal_pass() -> None:
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     drafter = eagle3_drafter(target, 3)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 9, 96, generator=generator)
@@ -133,7 +133,7 @@ def test_eagle3_read_in_two_parts_equals_one_causal_pass() -> None:
 
 
 def test_eagle3_proposes_only_tokens_of_its_own_vocabulary() -> None:
-    target, draft = Target(tiny("llama")), reduced()
+    target, draft = native(tiny("llama")), reduced()
     known = draft.t2d.nonzero()[:, 0].tolist()
     assert draft.target_ids(torch.arange(40)).tolist() == known
     drafter = eagle3_drafter(target, 4, draft)
@@ -151,7 +151,7 @@ def test_the_vocabulary_map_keeps_the_most_frequent_tokens() -> None:
 @each("num_rows", [1, 3])
 @each("num_drafts", [1, 2, 5, 16])
 def test_eagle3_gives_the_plain_tokens(num_drafts: int, num_rows: int) -> None:
-    target = Target(tiny("qwen3"))
+    target = native(tiny("qwen3"))
     out = run(target, eagle3_drafter(target, num_drafts), PROMPTS[:num_rows], 20)
     assert out.tokens == plain_answers(target, PROMPTS[:num_rows], 20)
     assert out.rounds[0].drafted == [num_drafts] * num_rows
@@ -162,7 +162,7 @@ def test_eagle3_gives_the_plain_tokens(num_drafts: int, num_rows: int) -> None:
 
 @pytest.mark.parametrize("make", [dflash_drafter, eagle3_drafter, eagle3_tree_drafter])
 def test_a_draft_with_broken_weights_costs_speed_and_not_exactness(make: Any) -> None:
-    target = Target(tiny("qwen3"))
+    target = native(tiny("qwen3"))
     drafter = make(target)
     with torch.no_grad():
         next(drafter.draft.parameters()).fill_(torch.nan)
@@ -172,7 +172,7 @@ def test_a_draft_with_broken_weights_costs_speed_and_not_exactness(make: Any) ->
 
 @pytest.mark.parametrize("make", [dflash_drafter, eagle3_drafter, eagle3_tree_drafter])
 def test_nan_in_one_generation_does_not_stay_in_the_drafts_cache(make: Any) -> None:
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     drafter, short = make(target), [[5], [6, 7, 8]]
     expected = drafts_of(run(target, drafter, short, 8))
     drafter.cache.place([0, 0], 20)
@@ -236,7 +236,7 @@ def trained(models: loading.Models, name: str, target: Target, num_drafts: int) 
 
 @pytest.mark.parametrize("name", ["dflash", "eagle3", "eagle3-tree"])
 def test_trained_drafts_give_the_plain_tokens_and_are_often_right(name: str, nano: loading.Models) -> None:
-    target, prompts = Target(nano.target), encoded(nano)
+    target, prompts = native(nano.target), encoded(nano)
     stop_ids = frozenset({nano.tokenizer.eos_token_id})
     expected = plain_answers(target, prompts, 24, stop_ids)
     for num_drafts, num_rows in ((2, 3), (16, 8)):
@@ -249,7 +249,7 @@ def test_trained_drafts_give_the_plain_tokens_and_are_often_right(name: str, nan
 def test_the_trees_of_the_paper_give_the_plain_tokens_and_one_of_one_child_keeps_what_the_chain_keeps(
     nano: loading.Models,
 ) -> None:
-    target, prompts, draft = Target(nano.target), encoded(nano), nano.drafts["eagle3"]
+    target, prompts, draft = native(nano.target), encoded(nano), nano.drafts["eagle3"]
     expected = plain_answers(target, prompts, 24)
     for num_drafts in (15, 59):
         out = run(target, trained(nano, "eagle3-tree", target, num_drafts), prompts, 24)
@@ -261,7 +261,7 @@ def test_the_trees_of_the_paper_give_the_plain_tokens_and_one_of_one_child_keeps
 
 
 def test_a_trained_tree_draws_the_tokens_of_plain_decoding(nano: loading.Models) -> None:
-    target, prompts, sampling = Target(nano.target), encoded(nano), Sampling(1.0, seed=7)
+    target, prompts, sampling = native(nano.target), encoded(nano), Sampling(1.0, seed=7)
     out = run(target, trained(nano, "eagle3-tree", target, 15), prompts, 24, sampling=sampling)
     assert out.tokens == run(target, NoDrafter(), prompts, 24, sampling=sampling).tokens
     assert any(count > 1 for step in out.rounds for count in step.accepted)
@@ -288,7 +288,7 @@ def denoised(drafter: DFlashDrafter, features: Tensor, anchor: int, steps: int) 
 @each("steps", [1, 2, 3, 7, 12])
 @each("rows", [[1], [0, 1, 2]])
 def test_each_step_fixes_the_surest_tokens_and_predicts_the_others_anew(steps: int, rows: list[int]) -> None:
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     drafter = DFlashDrafter(enlarged(DFlashDraft(DFLASH)), target.embedding, target.head, steps=steps)
     recorded = record(drafter, target.head, target, [PROMPTS[row] for row in rows])
     for tokens, _, read, following in recorded.proposed:
@@ -299,7 +299,7 @@ def test_each_step_fixes_the_surest_tokens_and_predicts_the_others_anew(steps: i
 @each("shifted", [False, True])
 @each("steps", [2, 5])
 def test_several_steps_give_the_plain_tokens_and_other_drafts_than_one(steps: int, shifted: bool) -> None:
-    target, draft = Target(tiny("qwen3")), enlarged(DFlashDraft(replace(DFLASH, shifted_labels=shifted)))
+    target, draft = native(tiny("qwen3")), enlarged(DFlashDraft(replace(DFLASH, shifted_labels=shifted)))
     drafts = []
     for count in (1, steps):
         drafter = DFlashDrafter(draft, target.embedding, target.head, steps=count)

@@ -23,7 +23,7 @@ from helpers.decoding import PROMPTS as RAGGED
 from helpers.drafts.tiny import EAGLE3, PROMPTS, eagle3_drafter, eagle3_tree_drafter, enlarged, reduced
 from helpers.each import each
 from helpers.plain_answers import plain_answers
-from helpers.toy import Scripted, Watching, run, sometimes_wrong, tiny
+from helpers.toy import Scripted, Watching, native, run, sometimes_wrong, tiny
 
 Way = tuple[int, ...]
 """The tokens from below the anchor down to a node."""
@@ -115,7 +115,7 @@ def record(drafter: Eagle3TreeDrafter, target: Target, prompts: Sequence[Sequenc
 def test_the_tree_holds_the_best_nodes_of_the_algorithm_without_a_cache(
     num_drafts: int, top_k: int, steps: int, rows: list[int]
 ) -> None:
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     drafter = eagle3_tree_drafter(target, num_drafts, top_k, steps, reduced())
     recorded = record(drafter, target, [PROMPTS[row] for row in rows])
     for (draft, read, following), alive in list(zip(recorded.proposed, recorded.alive, strict=True))[:4]:
@@ -127,7 +127,7 @@ def test_the_tree_holds_the_best_nodes_of_the_algorithm_without_a_cache(
 
 def test_a_node_as_likely_as_its_parent_does_not_stand_without_it() -> None:
     """A draft that is certain gives log-probability 0, and sums of equal numbers are in no order."""
-    target, draft = Target(tiny("llama")), enlarged(Eagle3Draft(EAGLE3))
+    target, draft = native(tiny("llama")), enlarged(Eagle3Draft(EAGLE3))
     with torch.no_grad():
         draft.lm_head.weight.mul_(1000)
     drafter = eagle3_tree_drafter(target, 6, 3, 7, draft)
@@ -139,7 +139,7 @@ def test_a_node_as_likely_as_its_parent_does_not_stand_without_it() -> None:
 
 
 def test_few_nodes_or_a_small_vocabulary_make_a_small_tree() -> None:
-    target, draft = Target(tiny("llama")), enlarged(Eagle3Draft(EAGLE3))
+    target, draft = native(tiny("llama")), enlarged(Eagle3Draft(EAGLE3))
     small = enlarged(Eagle3Draft(replace(EAGLE3, draft_vocab_size=4)))
     for given, made in (
         ((1, 10, 7, draft), (1, 1, 0)),
@@ -160,7 +160,7 @@ def test_few_nodes_or_a_small_vocabulary_make_a_small_tree() -> None:
 @each("length", [1, 2, 6])
 def test_a_tree_with_one_child_per_node_is_the_chain(length: int, num_rows: int, window: int | None) -> None:
     draft = enlarged(Eagle3Draft(replace(EAGLE3, window=window)))
-    target, prompts = Target(tiny("llama")), RAGGED[:num_rows]
+    target, prompts = native(tiny("llama")), RAGGED[:num_rows]
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, plain_answers(target, prompts, 20), strict=True)]
     proposed = []
     chain, tree = eagle3_drafter(target, length, draft), eagle3_tree_drafter(target, length, 1, length - 1, draft)
@@ -175,7 +175,7 @@ def test_a_tree_with_one_child_per_node_is_the_chain(length: int, num_rows: int,
 
 
 def test_a_level_is_one_pass_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     drafter = eagle3_tree_drafter(target, 59, 10, 7)
     widths: list[int] = []
     forward = drafter.network.forward
@@ -193,13 +193,13 @@ def test_a_level_is_one_pass_of_the_network(monkeypatch: pytest.MonkeyPatch) -> 
 @each(("total_tokens", "num_rows", "top_k"), [(2, 3, 10), (16, 1, 10), (16, 8, 2), (60, 3, 1), (60, 8, 10)])
 @each("kind", ["qwen3", "llama"])
 def test_trees_give_the_plain_tokens(kind: str, total_tokens: int, num_rows: int, top_k: int) -> None:
-    target, prompts = Target(tiny(kind)), RAGGED[:num_rows]
+    target, prompts = native(tiny(kind)), RAGGED[:num_rows]
     out = run(target, eagle3_tree_drafter(target, total_tokens - 1, top_k, 7), prompts, 12)
     assert out.tokens == plain_answers(target, prompts, 12)
 
 
 def test_equal_seeds_draw_equal_tokens_with_and_without_a_tree() -> None:
-    target, sampling = Target(tiny("qwen3")), Sampling(0.8, seed=5)
+    target, sampling = native(tiny("qwen3")), Sampling(0.8, seed=5)
     alone = run(target, NoDrafter(), PROMPTS, 12, sampling=sampling)
     out = run(target, eagle3_tree_drafter(target), PROMPTS, 12, sampling=sampling)
     assert out.tokens == alone.tokens

@@ -29,7 +29,7 @@ from helpers.drafts.tiny import PROMPTS
 from helpers.each import each
 from helpers.golden_drafts import CASES, assert_drafts_as_published
 from helpers.tiny_architectures import made
-from helpers.toy import Scripted, Watching, follows, plain, run, sometimes_wrong, tiny
+from helpers.toy import Scripted, Watching, follows, native, plain, run, sometimes_wrong, tiny
 
 TARGETS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: tiny("qwen3", head_dim=8),
@@ -223,7 +223,7 @@ def test_it_runs_beside_other_drafts_on_one_target() -> None:
     """Each asks the target for other layers' outputs; what one asked for does not stay for the next."""
     from helpers.drafts.tiny import dflash_drafter
 
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     alone = run(target, drafter(target), SHORT, 12)
     assert run(target, dflash_drafter(target), SHORT, 12).tokens == alone.tokens
     again = run(target, drafter(target), SHORT, 12)
@@ -272,7 +272,7 @@ def test_the_states_are_taken_behind_the_targets_final_norm() -> None:
 @pytest.mark.parametrize("rule", ["match", "rejection"])
 def test_drawn_answers_follow_the_targets_distribution(rule: str) -> None:
     """The first two tokens behind a prompt, drawn often: as plain decoding draws them."""
-    target, prompts = Target(tiny("llama")), [[5, 6, 7]] * 400
+    target, prompts = native(tiny("llama")), [[5, 6, 7]] * 400
     sampling, seeds = Sampling(1.0, seed=3), list(range(400))
     drawn = run(target, drafter(target, 2, rule), prompts, 3, sampling=sampling, seeds=seeds)
     first, second = (torch.tensor([tokens[place] for tokens in drawn.tokens]) for place in (0, 1))
@@ -284,7 +284,7 @@ def test_drawn_answers_follow_the_targets_distribution(rule: str) -> None:
 
 
 def test_broken_heads_cost_speed_and_not_exactness() -> None:
-    target = Target(tiny("qwen3", head_dim=8))
+    target = native(tiny("qwen3", head_dim=8))
     draft = heads(target.model)
     with torch.no_grad():
         draft.fc.weight.fill_(torch.nan)

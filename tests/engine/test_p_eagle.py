@@ -15,13 +15,12 @@ from dflash_bench.engine.forward.choice import has_numba
 from dflash_bench.engine.forward.compiled_drafts import CompiledEagle3
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.sampling import Sampling
-from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.p_eagle import PEagleDraft
 from helpers.drafts.p_eagle import drafter, made
 from helpers.drafts.tiny import PROMPTS, propose, record
 from helpers.each import each
 from helpers.golden_drafts import assert_drafts_as_published
-from helpers.toy import follows, plain, run, tiny
+from helpers.toy import follows, native, plain, run, tiny
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -102,7 +101,7 @@ def by_formula(draft: PEagleDraft, table: Tensor, features: Tensor, tokens: list
     [*((variant, [0, 1, 2], 4) for variant in VARIANTS), (next(iter(VARIANTS)), [1], 4), ([*VARIANTS][-1], [0, 1], 1)],
 )
 def test_cached_drafts_are_what_the_formula_says(variant: str, rows: list[int], num_drafts: int) -> None:
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     tested = drafter(target, num_drafts, made(**VARIANTS[variant]))
     recorded = record(tested, tested.network.head, target, [PROMPTS[row] for row in rows])
     assert len(recorded.proposed) >= 4
@@ -117,7 +116,7 @@ def test_cached_drafts_are_what_the_formula_says(variant: str, rows: list[int], 
 
 @each(("num_drafts", "num_rows"), [(1, 3), (2, 1), (5, 3), (16, 1)])
 def test_its_answers_are_the_plain_ones_to_limits_and_stops(num_drafts: int, num_rows: int) -> None:
-    target, prompts = Target(tiny("qwen3")), PROMPTS[:num_rows]
+    target, prompts = native(tiny("qwen3")), PROMPTS[:num_rows]
     for limit in (1, 2, 12):
         out = run(target, drafter(target, num_drafts), prompts, limit)
         assert out.tokens == plain(target, prompts, limit)
@@ -126,7 +125,7 @@ def test_its_answers_are_the_plain_ones_to_limits_and_stops(num_drafts: int, num
 
 
 def test_slots_that_are_filled_again_draft_as_alone() -> None:
-    target = Target(tiny("qwen3"))
+    target = native(tiny("qwen3"))
     prompts = [*PROMPTS, [9, 8, 7], [50] * 5, [*range(2, 20)]]
     expected = plain(target, prompts, 12)
     alone = [run(target, drafter(target), [prompt], 12) for prompt in prompts]
@@ -140,7 +139,7 @@ def test_slots_that_are_filled_again_draft_as_alone() -> None:
 
 
 def test_a_draft_sees_what_is_before_the_anchor_and_nothing_else() -> None:
-    tested = drafter(Target(tiny("llama")))
+    tested = drafter(native(tiny("llama")))
     generator = torch.Generator().manual_seed(0)
     hidden, tokens = torch.randn(2, 9, 96, generator=generator), torch.randint(0, 96, (2, 9), generator=generator)
     drafts = propose(tested, hidden, tokens, [6, 9])
@@ -153,7 +152,7 @@ def test_a_draft_sees_what_is_before_the_anchor_and_nothing_else() -> None:
 
 
 def test_a_round_is_one_pass_of_the_network() -> None:
-    target, widths = Target(tiny("llama")), list[int]()
+    target, widths = native(tiny("llama")), list[int]()
     tested = drafter(target, 4)
     usual = tested.network.forward
 
@@ -172,7 +171,7 @@ def test_a_round_is_one_pass_of_the_network() -> None:
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if "vocabulary" not in name])
 def test_compiled_kernels_draft_the_same(variant: str) -> None:
     config = {"head_dim": 8, "num_heads": 4}
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     usual, compiled = (drafter(target, 4, made(**VARIANTS[variant], **config)) for _ in range(2))
     compiled.compile()
     assert isinstance(compiled.network, CompiledEagle3)
@@ -192,7 +191,7 @@ def test_compiled_kernels_draft_the_same(variant: str) -> None:
 
 def test_drawn_drafts_follow_the_targets_distribution() -> None:
     """The first two tokens behind a prompt, drawn often: as plain decoding draws them."""
-    target, prompts = Target(tiny("llama")), [[5, 6, 7]] * 400
+    target, prompts = native(tiny("llama")), [[5, 6, 7]] * 400
     sampling, seeds = Sampling(1.0, seed=3), list(range(400))
     tested = drafter(target, 3, rule="rejection")
     drawn = run(target, tested, prompts, 3, sampling=sampling, seeds=seeds)

@@ -14,14 +14,13 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
-from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft, vocabulary_map
 from dflash_bench.models.nets.layers import Rotary
 from helpers.drafts.tiny import DFLASH, EAGLE3, PROMPTS, eagle3_from_scratch, enlarged, randomised, record
 from helpers.each import each
 from helpers.plain_answers import plain_answers
-from helpers.toy import run, tiny
+from helpers.toy import native, run, tiny
 
 CPU = torch.device("cpu")
 
@@ -78,7 +77,7 @@ def variant(**changes: Any) -> DFlashDraft:
 
 @pytest.mark.parametrize("block_size", [1, 3, 8])
 def test_shifted_labels_draft_from_every_slot(block_size: int) -> None:
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     infill = DFlashDrafter(variant(), target.embedding, target.head, block_size + 1)
     shifted = DFlashDrafter(variant(shifted_labels=True), target.embedding, target.head, block_size)
     assert infill.num_drafts == shifted.num_drafts == block_size
@@ -93,7 +92,7 @@ def test_shifted_labels_draft_from_every_slot(block_size: int) -> None:
 
 def test_both_label_conventions_read_the_same_block() -> None:
     """Slot 1 and on of one block: infill drafts what shift drafts after its first."""
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     drafts = []
     for changes in ({}, {"shifted_labels": True}):
         drafter = DFlashDrafter(variant(**changes), target.embedding, target.head, 6)
@@ -109,7 +108,7 @@ def test_both_label_conventions_read_the_same_block() -> None:
 
 
 def test_an_embedding_and_a_head_of_its_own_are_used() -> None:
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     draft = variant(own_embedding=True, own_head=True)
     with torch.no_grad():
         draft.embed_tokens.weight.copy_(target.embedding.weight)
@@ -126,7 +125,7 @@ def test_an_embedding_and_a_head_of_its_own_are_used() -> None:
 
 
 def test_a_reduced_head_proposes_only_tokens_it_knows() -> None:
-    target = Target(tiny("qwen3"))
+    target = native(tiny("qwen3"))
     draft = variant(own_head=True, draft_vocab_size=40)
     known = set(draft.t2d.nonzero()[:, 0].tolist())
     drafter = DFlashDrafter(draft, target.embedding, target.head)
@@ -210,7 +209,7 @@ VARIANTS = {name: changes for name, changes in NORMS.items() if changes} | {"a w
 
 @each("what", VARIANTS)
 def test_an_eagle3_variant_steps_as_a_full_recomputation_and_gives_the_plain_tokens(what: str) -> None:
-    target = Target(tiny("llama"))
+    target = native(tiny("llama"))
     draft = enlarged(Eagle3Draft(replace(EAGLE3, **VARIANTS[what])))
     drafter = Eagle3Drafter(draft, target.embedding, 3)
     recorded = record(drafter, drafter.network.head, target, PROMPTS)
