@@ -78,6 +78,7 @@ def test_nothing_heavy_is_loaded_by_it(tmp_path: Path) -> None:
     assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.in_full
 def test_an_engines_own_tests_measure_judge_and_gate(tmp_path: Path) -> None:
     # Of a name that no module of this process has, which would be run in its place.
     (tmp_path / "test_measured.py").write_text(QUICK + TEST.replace("\\\\n", "\\n"))

@@ -105,6 +105,7 @@ def test_bad_input_is_one_line(options: list[str], problem: str, monkeypatch: Pa
     assert streams.out == "" and problem in said and progress in ([], ["loading the models"])
 
 
+@pytest.mark.in_full
 def test_it_runs_from_end_to_end(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     model = tiny.build(tmp_path)
     monkeypatch.setattr(distribution, "QUESTIONS", ("ab", "cd"))

@@ -26,7 +26,7 @@ from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.presets import Preset
 from helpers.each import each
 from helpers.pretended_gpu.pretend import Device, moved
-from helpers.toy import Letters, Scripted, plain, sometimes_wrong, tiny
+from helpers.toy import Letters, Scripted, native, plain, sometimes_wrong, tiny
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]
 
@@ -172,7 +172,7 @@ def test_what_a_draft_does_is_in_its_own_figures(num_rows: int) -> None:
 
 
 def test_a_stop_token_ends_a_row_and_is_kept() -> None:
-    free = plain(Target(tiny("qwen3")), PROMPTS, 12)
+    free = plain(native(tiny("qwen3")), PROMPTS, 12)
     stop = free[1][4]
     given = backend(stops=frozenset({stop})).generate_ids("good", PROMPTS)
     assert given[1].finish_reason == "stop"
@@ -181,7 +181,7 @@ def test_a_stop_token_ends_a_row_and_is_kept() -> None:
 
 
 def test_a_first_token_that_stops_is_a_generation_without_rounds() -> None:
-    free = plain(Target(tiny("qwen3")), PROMPTS, 12)
+    free = plain(native(tiny("qwen3")), PROMPTS, 12)
     (given,) = backend(stops=frozenset({free[0][0]})).generate_ids("good", PROMPTS[:1])
     assert given.finish_reason == "stop" and list(given.token_ids) == free[0][:1]
     assert given.drafted == given.accepted == given.emitted == given.round_s == ()
@@ -189,7 +189,7 @@ def test_a_first_token_that_stops_is_a_generation_without_rounds() -> None:
 
 
 def test_a_row_that_ends_at_once_pays_for_no_draft_prefill_beside_others() -> None:
-    free = plain(Target(tiny("qwen3")), PROMPTS, 12)
+    free = plain(native(tiny("qwen3")), PROMPTS, 12)
     assert free[0][0] not in free[1]
     given = backend(stops=frozenset({free[0][0]})).generate_ids("good", PROMPTS)
     assert given[0].decode_s == given[0].draft_prefill_s == 0.0
@@ -245,7 +245,7 @@ SAMPLED = Settings(1.0)
 
 
 def test_sampling_with_a_seed_is_the_same_for_every_drafter() -> None:
-    target = Target(tiny("qwen3"))
+    target = native(tiny("qwen3"))
     drafters = {"ar": NoDrafter(), "wrong": Scripted([[7] * 90] * 3, 4)}
     local = LocalBackend(target, Letters(), drafters, Limits(12), 3)
     first, second = (local.generate_ids(method, PROMPTS, Sampling(1.0, 3)) for method in ("ar", "wrong"))
@@ -255,7 +255,7 @@ def test_sampling_with_a_seed_is_the_same_for_every_drafter() -> None:
 
 def test_every_prompt_and_repeat_draws_numbers_of_its_own_and_every_method_the_same() -> None:
     drafters = {"ar": NoDrafter(), "wrong": Scripted([[7] * 90], 4)}
-    local = LocalBackend(Target(tiny("qwen3")), Letters(), drafters, Limits(12), 3)
+    local = LocalBackend(native(tiny("qwen3")), Letters(), drafters, Limits(12), 3)
     chat = [Message("user", text_of(PROMPTS[1]))]
     first = local.generate("ar", chat, SAMPLED)
     assert local.generate("ar", chat, SAMPLED).token_ids == first.token_ids
@@ -267,7 +267,7 @@ def test_every_prompt_and_repeat_draws_numbers_of_its_own_and_every_method_the_s
 def test_another_prompt_draws_other_numbers_where_the_model_likes_all_tokens_alike(method: str) -> None:
     """At such a temperature the random numbers alone decide: the same ones would draw nearly the same tokens."""
     drafters = {"ar": NoDrafter(), "wrong": Scripted([[7] * 90], 4)}
-    local = LocalBackend(Target(tiny("qwen3")), Letters(), drafters, Limits(40), 3)
+    local = LocalBackend(native(tiny("qwen3")), Letters(), drafters, Limits(40), 3)
     one, other = (
         local.generate(method, [Message("user", text_of(prompt))], Settings(100.0)).token_ids for prompt in PROMPTS[1:3]
     )

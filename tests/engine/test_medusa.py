@@ -24,7 +24,7 @@ from dflash_bench.models.loading import Models
 from helpers.drafts.medusa import drafter, heads
 from helpers.each import each
 from helpers.plain_answers import plain_answers
-from helpers.toy import plain, run, tiny
+from helpers.toy import native, plain, run, tiny
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]
 NEW = 24
@@ -71,7 +71,7 @@ def test_the_output_is_the_plain_one_whatever_the_heads_say(kind: str, nodes: in
 
 
 def test_sampled_tokens_are_those_of_plain_decoding() -> None:
-    target, sampling = Target(tiny("qwen3")), Sampling(temperature=0.8, seed=3)
+    target, sampling = native(tiny("qwen3")), Sampling(temperature=0.8, seed=3)
     expected = plain(target, PROMPTS[1:2], NEW, sampling=sampling)
     assert run(target, drafter(target), PROMPTS[1:2], NEW, sampling=sampling).tokens == expected
 
@@ -91,7 +91,7 @@ def test_heads_read_the_state_behind_the_last_norm_of_the_token_before_the_ancho
 
 
 def test_the_tree_holds_the_likeliest_ways_through_the_heads() -> None:
-    target, made = Target(tiny("qwen3")), heads(2)
+    target, made = native(tiny("qwen3")), heads(2)
     watching = Recording(drafter(target, nodes=5, top_k=5, num_heads=2))
     run(target, watching, PROMPTS[1:2], 2)
     texts, draft = watching.proposed[0]
@@ -107,7 +107,7 @@ def test_the_tree_holds_the_likeliest_ways_through_the_heads() -> None:
 
 def test_right_heads_are_accepted() -> None:
     """Heads that say what a one-layer reading of the state cannot know would: the next tokens, as they will be."""
-    target = Target(tiny("qwen3"))
+    target = native(tiny("qwen3"))
     answer = plain(target, PROMPTS[1:2], NEW)[0]
     inner = drafter(target, nodes=3, top_k=1)
     told = iter(range(0, NEW, 4))
@@ -122,7 +122,7 @@ def test_right_heads_are_accepted() -> None:
 
 
 def test_options_reach_the_drafter() -> None:
-    target, models = Target(tiny("qwen3")), Models(tiny("qwen3"), None, {"medusa": heads(3)}, {})
+    target, models = native(tiny("qwen3")), Models(tiny("qwen3"), None, {"medusa": heads(3)}, {})
     built = build(models, target, parse("medusa:heads=2,nodes=7,top_k=4"))
     assert (built.num_heads, built.num_drafts, built.top_k, built.taps) == (2, 7, 4, (4,))
     assert build(models, target, parse("medusa")).num_heads == 3

@@ -17,7 +17,19 @@ from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
 from helpers.decoding import PROMPTS, STOP, VOCAB, texts
 from helpers.each import each
-from helpers.toy import RandomTree, Sampled, Scripted, TableTarget, Tree, follows, plain, run, sometimes_wrong, tiny
+from helpers.toy import (
+    RandomTree,
+    Sampled,
+    Scripted,
+    TableTarget,
+    Tree,
+    follows,
+    native,
+    plain,
+    run,
+    sometimes_wrong,
+    tiny,
+)
 
 SAMPLINGS = {
     "penalty at temperature 0": Sampling(repetition_penalty=1.5),
@@ -176,7 +188,7 @@ def dflash_drafter(target: Target, rule: str, draft_vocab_size: int | None = Non
 
 @pytest.mark.parametrize("draft_vocab_size", [None, 20])
 def test_at_temperature_0_rejection_is_match(draft_vocab_size: int | None) -> None:
-    target = Target(tiny("qwen3"))
+    target = native(tiny("qwen3"))
     for sampling in (Sampling(), Sampling(repetition_penalty=1.3)):
         both = [
             run(target, dflash_drafter(target, rule, draft_vocab_size), PROMPTS[:3], sampling=sampling)
@@ -194,7 +206,7 @@ def plain_tokens(target: Target, prompt: Sequence[int], sampling: Sampling) -> l
 def test_a_sampled_block_holds_tokens_drawn_from_the_probabilities_that_it_brings(
     draft_vocab_size: int | None,
 ) -> None:
-    target, num_rows = Target(tiny("qwen3")), 400
+    target, num_rows = native(tiny("qwen3")), 400
     drafter = dflash_drafter(target, "rejection", draft_vocab_size)
     sampling = Sampling(1.1, top_k=12, top_p=0.9)
     drafts = []
@@ -224,7 +236,7 @@ def test_a_sampled_block_holds_tokens_drawn_from_the_probabilities_that_it_bring
 
 
 def test_sampled_blocks_belong_to_the_request_too() -> None:
-    target, sampling = Target(tiny("qwen3")), SAMPLINGS["all"]
+    target, sampling = native(tiny("qwen3")), SAMPLINGS["all"]
     together = run(target, dflash_drafter(target, "rejection"), PROMPTS[:4], sampling=sampling, seeds=[4, 5, 6, 7])
     for prompt, seed, tokens in zip(PROMPTS, [4, 5, 6, 7], together.tokens, strict=False):
         single = run(target, dflash_drafter(target, "rejection"), [prompt], sampling=sampling, seeds=[seed])

@@ -71,12 +71,14 @@ def test_chat_has_two_turns_in_all_eight_categories():
     assert all(len(turns_of(task)) == len(task.answers) == 2 for task in tasks)
 
 
+@pytest.mark.in_full
 def test_training_and_held_out_tasks_have_no_question_in_common():
     trained = {corpus.question(task) for task in islice(training_tasks(9), 20_000)}
     held_out = {corpus.question(task) for task in islice(held_out_tasks(10), 500)}
     assert not trained & held_out
 
 
+@pytest.mark.in_full
 def test_everything_that_ships_as_a_prompt_is_held_out():
     shipped = samples()
     assert {name: len(rows) for name, rows in shipped.items()} == dict.fromkeys(SUITES, PER_SUITE)
@@ -89,6 +91,7 @@ def test_everything_that_ships_as_a_prompt_is_held_out():
         assert not is_held_out(task)
 
 
+@pytest.mark.in_full
 def test_the_cards_of_nano_say_what_its_training_shares_with_the_embedded_suites():
     recipe = NanoRecipe()
     count = recipe.num_greedy + recipe.num_sampled

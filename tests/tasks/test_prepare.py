@@ -201,6 +201,7 @@ def test_a_session_that_cannot_be_replayed_is_refused(what: str, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("shared_models")
+@pytest.mark.in_full
 def test_a_users_own_copy_is_laid_out_and_measured(main: Main, tmp_path: Path) -> None:
     publish(tmp_path / SNAPSHOT / "qualitative.jsonl", SPEED)
     code, out, err = main("suites", "prepare", "speed_bench", "--from", SNAPSHOT, "-o", "data")

@@ -149,6 +149,7 @@ def test_two_processes_learn_what_one_learns_from_the_same_rows_until_a_loss_is_
     assert [entry["step"] for entry in first[1]] == [entry["step"] for entry in alone[1]]
 
 
+@pytest.mark.in_full
 def test_a_draft_is_trained_by_two_processes(tmp_path: Path, launch: Launch) -> None:
     target = tiny.build(tmp_path / "model") / "target"
     words = [
