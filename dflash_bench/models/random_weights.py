@@ -76,7 +76,10 @@ def expected_config(preset: Preset) -> Any:
     from transformers import AutoConfig
 
     if hub.is_here(preset.target):
-        return targets.config_of(hub.folder_of(preset.target) or hub.cached_folder(preset.target))
+        folder = hub.folder_of(preset.target) or hub.cached_folder(preset.target)
+        targets.config_of(folder)  # raises as loading does
+        # With the parts for images, too: by these transformers chooses the class.
+        return AutoConfig.from_pretrained(folder)
     if preset.target.partition("@")[0] in table() or preset.architecture is None:
         return config_of(preset.target)
     try:

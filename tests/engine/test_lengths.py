@@ -223,6 +223,9 @@ def test_answers_are_the_same_where_keys_are_read_in_chunks(
     assert set(shares) >= {3, 4}
     assert ours.tokens == usual.tokens
     assert [step.drafted_ids for step in ours.rounds] == [step.drafted_ids for step in usual.rounds]
+    shares.clear()
+    monkeypatch.setattr(lengths, "why_unsplit", lambda *_: "planted")
+    assert decoded("dflash", 3, True, []).tokens == usual.tokens and not shares
 
 
 def rounded_once_more(**options: Any) -> tuple[Tensor, Tensor]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from dflash_bench.core import environment
-from dflash_bench.engine.selection import name_of, target_of
+from dflash_bench.engine.selection import expected_forward, name_of, target_of
 from dflash_bench.models import catalogue, hub, loading, presets, random_weights
 from dflash_bench.models.catalogue import Machine, fits
 from dflash_bench.models.presets import Preset
@@ -139,6 +140,16 @@ def test_the_forward_of_a_model_is_what_loading_would_choose(
     assert main(monkeypatch, "models", "nano", "--kind", "dflash") == 2
     assert main(monkeypatch, "models", "nan") == 2
     assert "unknown model 'nan' (did you mean 'nano'?)" in capsys.readouterr().err
+
+
+def test_a_config_on_this_disk_says_what_its_architecture_does(tmp_path: Path) -> None:
+    """Its text part alone could be computed, but transformers has no class for the whole."""
+    known = random_weights.expected_config(presets.preset("kimi-k2.5"))
+    known.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    here = replace(presets.preset("kimi-k2.5"), target=str(tmp_path))
+    expected = expected_forward(random_weights.expected_config(here))
+    assert expected == expected_forward(known) and expected.engine is None
 
 
 def test_the_architecture_of_every_target_is_known() -> None:
