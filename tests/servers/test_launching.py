@@ -416,8 +416,8 @@ def test_a_server_that_dies_in_a_race_puts_its_own_method_out(
     assert code == 0, err
     (decision,) = json.loads(told)["decisions"]
     found = {one["method"]: one for one in decision["tried"]}
-    assert decision["verdict"] in ("too_few", "drifted")  # as times have it
-    assert found["dflash:3"]["num_prompts"] == 2
+    # As times have it: a race that drifted as a whole counts for nobody.
+    assert found["dflash:3"]["num_prompts"] in {"too_few": (2,), "drifted": (0, 2)}[decision["verdict"]]
     assert found["eagle3:3"]["verdict"] == "failed"
     assert "vllm for eagle3:3" in found["eagle3:3"]["error"] and "exit status 3" in found["eagle3:3"]["error"]
     held = table.read_run(Path("race/c1-1-1")).info.entry("server_memory")
