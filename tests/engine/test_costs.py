@@ -28,7 +28,7 @@ from helpers.drafts.ddtree import ddtree_drafter, noisy_ddtree
 from helpers.drafts.tiny import DFLASH, PROMPTS, enlarged
 from helpers.each import each
 from helpers.plain_answers import plain_answers
-from helpers.toy import native, plain, run, tiny
+from helpers.toy import plain, run, tiny
 
 probability = st.floats(0.001, 1)
 
@@ -210,7 +210,7 @@ def auto_ddtree(target: Target) -> AutoDDTreeDrafter:
 @each("num_rows", [1, 3, 8])
 @each("make", [auto_dflash, auto_ddtree])
 def test_whatever_width_is_chosen_the_tokens_are_the_plain_ones(make: Any, num_rows: int, lags: bool) -> None:
-    target, prompts = native(tiny("qwen3")), RAGGED[:num_rows]
+    target, prompts = Target(tiny("qwen3")), RAGGED[:num_rows]
     drafter = make(target)
     drafter.adaptive = AdaptiveLength(drafter.num_drafts, lags, erratic())
     drafted = set()
@@ -235,14 +235,14 @@ def test_drafts_that_are_often_right_are_cut_anywhere_and_stay_exact(num_rows: i
 
 @pytest.mark.parametrize("make", [auto_dflash, auto_ddtree])
 def test_equal_seeds_draw_equal_tokens_whatever_is_cut(make: Any) -> None:
-    target, sampling = native(tiny("qwen3")), Sampling(0.8, seed=5)
+    target, sampling = Target(tiny("qwen3")), Sampling(0.8, seed=5)
     alone = run(target, NoDrafter(), PROMPTS, 16, sampling=sampling)
     assert run(target, make(target), PROMPTS, 16, sampling=sampling).tokens == alone.tokens
 
 
 @pytest.mark.parametrize("make", [auto_dflash, auto_ddtree])
 def test_a_broken_draft_costs_speed_and_not_exactness(make: Any) -> None:
-    target = native(tiny("qwen3"))
+    target = Target(tiny("qwen3"))
     drafter = make(target)
     with torch.no_grad():
         next(drafter.draft.parameters()).fill_(torch.nan)
