@@ -33,10 +33,11 @@ OLDEST = (8, 0)
 """The lowest compute capability with flash attention (Ampere)."""
 ALL, NONE = -1, 0
 """Sizes of a side of a window: all places on that side, or none."""
-SPLIT_FROM, WIDEST_SPLIT, MOST_CHUNKS = 4096, 64, 4
+SPLIT_FROM, WIDEST_SPLIT, MOST_CHUNKS = 1024, 64, 4
 """Places of the cache from which on keys may be read in chunks, tokens of such a pass, and the most chunks of a row.
 
-Merging takes nine short kernels a layer, about as long as reading two thousand places with a quarter of a GPU.
+Merging takes nine short kernels a layer. On an H200, a DFlash round of Qwen3-8B's shape is 3 % shorter in four chunks
+behind 1,024 tokens, and 1 % longer behind 400.
 """
 
 
