@@ -303,6 +303,10 @@ class LocalBackend:
             self.target, self.tokenizer, drafters, self.limits, self.seed, about, self.chat_judge, self.drafts
         )
 
+    @property
+    def captures(self) -> bool:
+        return self.target.graph_cache is not None
+
     def captured(self) -> dict[str, float | int]:
         """Return counts of captured and replayed passes (`capture_stats`)."""
         return capture_stats(self.target, self.drafters.values())

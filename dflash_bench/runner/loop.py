@@ -259,6 +259,8 @@ def run_concurrently(conversations: Sequence[Conversation], turn: int) -> None:
         return
     chats = [conversation.messages(turn) for conversation in conversations]
     requests = [(messages, item.repeat) for messages in chats]
+    if first.backend.captures:
+        _warm_up_together(first, chats)
     records: list[tuple[int, Answer]] = []
     for method in item.methods:
         watcher.begins(item.suite, first.doing(method))
@@ -278,6 +280,19 @@ def run_concurrently(conversations: Sequence[Conversation], turn: int) -> None:
         watcher.begins(item.suite, f"judging {len(judged) + 1} of {len(records)}")
         judged.append(conversations[number].judged(record, answer_of[number], chats[number]))
     run.append(judged)
+
+
+def _warm_up_together(first: Conversation, chats: Sequence[Sequence[Message]]) -> None:
+    """Answer the longest chats, as many as are decoded together, so that their passes are captured before times count.
+
+    The warm-up of the suite decodes one prompt alone, and captures only passes of one row.
+    """
+    item = first.item
+    longest = sorted(chats, key=lambda chat: -sum(len(message.content) for message in chat))
+    requests = [(chat, item.repeat) for chat in longest[: item.settings.concurrency]]
+    for method in item.methods:
+        first.watcher.begins(item.suite, f"warming up {first.doing(method)}")
+        first.backend.serve(method, requests, item.settings, lambda: None, NOBODY)
 
 
 @dataclass(slots=True)

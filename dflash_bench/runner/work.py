@@ -62,6 +62,11 @@ class Backend(Described, Protocol):
         """Whether it reports every round to the listener. For servers only whole answers are timed."""
         ...
 
+    @property
+    def captures(self) -> bool:
+        """Whether it captures passes after their first answer, so that the first of a kind is slower than the next."""
+        ...
+
     def generate(
         self, method: str, messages: Sequence[Message], settings: Settings, repeat: int, listener: Listener
     ) -> Generation:

@@ -51,6 +51,7 @@ class ServerBackend:
     """Query the server of each method. Close it, or use it in a `with`."""
 
     tells_rounds = False
+    captures = False
 
     def __init__(
         self,

@@ -80,6 +80,7 @@ class FakeBackend:
     about: Mapping[str, Any] = field(default_factory=dict)
     has_thinking: bool = False
     tells_rounds: bool = True
+    captures: bool = False
     given: set[tuple[tuple[Message, ...], tuple[int, ...]]] = field(default_factory=set)
     """Answers by chat, as tokens; the judge rejects all others."""
 
