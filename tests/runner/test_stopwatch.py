@@ -149,6 +149,27 @@ def test_answers_of_a_device_that_others_use_are_sound(
     assert_denied(engine, tmp_path, set(), "", limit=4, concurrency=(concurrency,))
 
 
+@each("captures", [True, False])
+def test_a_batch_is_warmed_up_where_passes_are_captured(
+    engine: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captures: bool
+) -> None:
+    """With the longest prompts, as many as are decoded together: nothing is new to the measured batch."""
+    sizes: list[tuple[str, int, int]] = []
+    serve = LocalBackend.serve
+
+    def noted(self: LocalBackend, method: str, requests: Any, *more: Any, **named: Any) -> list[Generation]:
+        if len(requests) > 1:
+            sizes.append((method, len(requests), max(len(chat[0].content) for chat, _ in requests)))
+        return serve(self, method, requests, *more, **named)
+
+    monkeypatch.setattr(LocalBackend, "serve", noted)
+    monkeypatch.setattr(LocalBackend, "captures", captures)
+    assert_denied(engine, tmp_path, set(), "", limit=3, concurrency=(2,))
+    (longest,) = {length for _, num, length in sizes if num == 3}
+    warm_ups = [(method, 2, longest) for method in ("ar", "dflash")] if captures else []
+    assert sizes == [*warm_ups, *((method, 3, longest) for method in ("ar", "dflash"))]
+
+
 class Order(Listener):
     """Notes in which order prompts begin, the host waits for the device, and the clock has been read."""
 
