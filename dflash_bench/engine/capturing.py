@@ -76,11 +76,10 @@ def _fuse(target: Target, drafters: Iterable[Drafter]) -> str | None:
     Return why some are not fused, or None.
     """
     network = target.network
-    usual = network.layers if isinstance(network, NativeForward) else []
     why_not = fuse(network)
     if (problem := _probe(target)) is not None:
         if isinstance(network, NativeForward):
-            network.layers = usual
+            network.fused = None
         target.graph_cache = GraphCache(cuda_graph)
         return f"fused passes cannot be captured ({problem})"
     if why_not in (NO_COMPILER, NO_HEADERS):
@@ -171,6 +170,9 @@ def capture_stats(target: Target, drafters: Iterable[Drafter]) -> dict[str, floa
 # another. Residuals are added by the products themselves, in place, so a kernel for residual and norm would save no
 # launch. Kernels are compiled when a run begins, and compared with the usual operations, which stay in use if that
 # fails.
+#
+# A target's passes that are not captured, such as those over prompts, use the usual operations: on an H200's host,
+# calling a compiled function took 0.16 ms, three to five times as long as launching what it replaces.
 
 
 Compile = Callable[..., Any]
@@ -248,7 +250,7 @@ def fuse(network: object, compile_function: Compile = torch.compile) -> str | No
         layers, why_not = fused_layers(network.plain_layers, compile_function)
         network.use(layers)
     elif isinstance(network, NativeForward):
-        network.layers, why_not = fused_layers(network.layers, compile_function)
+        network.fused, why_not = fused_layers(network.layers, compile_function)
     return why_not
 
 

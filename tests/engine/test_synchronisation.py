@@ -477,8 +477,10 @@ def test_a_fused_layer_has_few_launches(device: Device, width: int, by_lengths: 
     tokens, start = DeviceTensor(torch.arange(width)[None]), DeviceTensor(torch.tensor([6]))
     with attention_by_lengths(device.as_one("attention", flash_attention)) if by_lengths else nullcontext():
         target.begin(1, MOST)
-        layers = network.layers
-        for network.layers in (layers[:1], layers[:2]):
+        layers, fused = network.layers, network.fused
+        assert fused is not None
+        for number in (1, 2):
+            network.layers, network.fused = layers[:number], fused[:number]
             with device.watched():
                 target.steady(MOST, tokens, start)
     one, two = device.launches_of_rounds
@@ -497,8 +499,10 @@ def test_a_gpu_captures_and_fuses_by_itself(device: Device, label: str, monkeypa
     target = native(tiny("qwen3"), moved)
     drafter = METHODS[label](target, moved)
     assert capture_passes(target, [drafter], None) == "graph"
-    layer = target.network.layers[0] if isinstance(target.network, NativeForward) else None
-    assert layer is not None and isinstance(layer.feed, FusedGated)
+    network = target.network
+    # What is not captured, such as a prompt, is read by the usual layers.
+    assert isinstance(network, NativeForward) and network.fused is not None
+    assert isinstance(network.fused[0].feed, FusedGated) and not isinstance(network.layers[0].feed, FusedGated)
     paths = gpu_paths(target, "graph")
     assert not any(path["why_slow"] for path in paths.values()) and paths["small operations"]["used"] == "fused"
     assert gpu_paths(target, "inductor")["passes"]["used"] == "compiled by inductor"

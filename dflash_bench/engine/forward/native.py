@@ -162,6 +162,9 @@ class NativeForward:
             if index not in places
         ]
         """The layers with attention."""
+        self.fused: list[Layer] | None = None
+        """The same with fused operations, for captured passes alone: on a host, compiled functions cost more than the
+        launches that they save."""
         self.recurrent = {
             index: recurrent_layer_of(layers[index], place, len(places), feed_of(layers[index].mlp, activation))
             for place, index in enumerate(places)
@@ -196,10 +199,10 @@ class NativeForward:
     def read(self, inputs: PassInputs) -> tuple[Tensor, list[Tensor]]:
         """Return logits [B, N or fewer, V] and the output of each tapped layer [B, N, H]; the cache holds the rows."""
         if self.states is None:
-            x, tapped = self.through(inputs.tokens, inputs.positions, inputs.mask)
+            x, tapped = self._through(self.layers, inputs.tokens, inputs.positions, inputs.mask)
         else:
             with self.states.expecting(inputs.counts, inputs.rows, begins=not any(inputs.mask.starts)):
-                x, tapped = self.through(inputs.tokens, inputs.positions, inputs.mask)
+                x, tapped = self._through(self.layers, inputs.tokens, inputs.positions, inputs.mask)
         keep = inputs.keep_logits
         return self.logits(x[:, -keep:] if isinstance(keep, int) else x[:, keep]), tapped
 
@@ -209,6 +212,11 @@ class NativeForward:
 
     def through(self, tokens: Tensor, positions: Tensor, mask: PassMask) -> tuple[Tensor, list[Tensor]]:
         """Return outputs [B, N, H] of the last and of each tapped layer; needs nothing but shapes from the host."""
+        return self._through(self.fused or self.layers, tokens, positions, mask)
+
+    def _through(
+        self, attending: Sequence[Layer], tokens: Tensor, positions: Tensor, mask: PassMask
+    ) -> tuple[Tensor, list[Tensor]]:
         shape = tokens.shape
         tables = {
             kind: (cos[positions][:, :, None], sin[positions][:, :, None]) for kind, (cos, sin) in self._tables.items()
@@ -216,7 +224,7 @@ class NativeForward:
         seen = self._seen(mask)
         # All tokens of all rows in one dimension, [B * N, H]; only attention needs their rows.
         x, tapped = self.embedding(tokens).flatten(0, 1), {}
-        layers = iter(self.layers)
+        layers = iter(attending)
         for index in range(len(self.layers) + len(self.recurrent)):
             if index in self.recurrent and self.states is not None:
                 x = self.recurrent[index](x, shape, self.states)
