@@ -333,7 +333,7 @@ def test_a_run_over_servers_can_have_a_time_limit(
 def test_waves_over_servers_are_as_over_our_engine(
     main: Main, prompts: Path, pair: Callable[..., tuple[FakeServer, FakeServer]]
 ) -> None:
-    servers = pair(counts_by_request=True)
+    servers = pair(counts_by_request=True, ttft_s=0.05)
     code, _, err = main(*words(servers, prompts, "run", "--concurrency", "1,4"))
     assert code == 0
     assert all("noticed arrivals" in line for line in err.splitlines()), err
