@@ -98,11 +98,15 @@ class ExpectedForward:
     """As `--engine` names it; None if the target is refused."""
     files: tuple[str, ...] = ()
     reason: str | None = None
+    kernels: bool = False
+    """Whether numba's kernels compute it on a CPU."""
 
 
 def expected_forward(config: Any) -> ExpectedForward:
     """Return what `target_of` will choose for a target with this config, unless the weights or a probe object."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from dflash_bench.engine.forward.choice import expects_kernels
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         name = config.model_type
@@ -119,7 +123,8 @@ def expected_forward(config: Any) -> ExpectedForward:
         "delta.py": recurrent_layers(text),
         "experts.py": optional(text, "num_experts", "num_local_experts"),
     }
-    return ExpectedForward("native", tuple(file for file, is_used in parts.items() if is_used))
+    files = tuple(file for file, is_used in parts.items() if is_used)
+    return ExpectedForward("native", files, kernels=expects_kernels(text, torch.bfloat16))
 
 
 def target_like(target: Target, model: Any) -> Target:

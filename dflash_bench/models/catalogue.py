@@ -152,12 +152,13 @@ def _lines(listing: Listing, width: int) -> list[str]:
     return lines if listing.forward is None else [*lines, wrapped(_forward(**listing.forward), width)]
 
 
-def _forward(engine: str | None, files: Sequence[str], reason: str | None) -> str:
+def _forward(engine: str | None, files: Sequence[str], reason: str | None, kernels: bool) -> str:
     if engine is None:
         return f"This target is refused: {reason}."
     code = f"engine/forward/{', '.join(files)}"
     if reason is None:
-        return f"The engine's own forward pass computes this target ({code})."
+        compiled = ", on a CPU with numba's kernels" if kernels else ""
+        return f"The engine's own forward pass computes this target ({code}){compiled}."
     return f"transformers' code computes this target ({code}), because the engine's own {reason}."
 
 

@@ -30,6 +30,7 @@ from dflash_bench.models.quantization import Int8Linear
 from dflash_bench.models.targets import Placement
 from helpers.each import each
 from helpers.native_kinds import KINDS, passes
+from helpers.tiny_architectures import made
 from helpers.toy import tiny
 
 LABELS = ("ar", "dflash", "ddtree:nodes=20", "dflash+ngram", "eagle3", "eagle3-tree:nodes=15", "draft-model")
@@ -179,6 +180,13 @@ def test_without_numba_torch_serves_and_the_run_says_so(monkeypatch: pytest.Monk
 def test_what_the_kernels_do_not_cover_is_computed_by_torch(model: Any, reason: str) -> None:
     target = target_of(model())
     assert network_name(target) == "native" and target.why_torch == reason
+
+
+@each("kind", [*KINDS, "qwen3.5", "qwen3-next"])
+def test_a_config_tells_whether_kernels_compute_its_target(kind: str) -> None:
+    model = KINDS[kind]() if kind in KINDS else made(kind)
+    is_compiled = choice.why_not_compiled(NativeForward(model)) is None
+    assert choice.expects_kernels(model.config, torch.float32) == is_compiled
 
 
 def test_there_must_be_room_for_weights_in_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,8 +126,9 @@ def test_the_forward_of_a_model_is_what_loading_would_choose(
         assert main(monkeypatch, "models", name, "--json") == 0
         (listed,) = json.loads(capsys.readouterr().out)
         found[name] = listed["forward"]
-    assert found["nano"] == {"engine": "native", "files": ["native.py"], "reason": None}
+    assert found["nano"] == {"engine": "native", "files": ["native.py"], "reason": None, "kernels": True}
     assert found["qwen3-coder-next"]["files"] == ["native.py", "delta.py", "experts.py"]
+    assert not found["qwen3-coder-next"]["kernels"]
     models = loading.load("nano", [], "cpu", torch.float32)
     assert name_of(target_of(models.target, kernels="torch")) == found["nano"]["engine"]
     engine, reason = (found["gemma-4-26b-a4b-it"][key] for key in ("engine", "reason"))

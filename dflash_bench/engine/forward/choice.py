@@ -20,8 +20,8 @@ from dflash_bench import __version__
 from dflash_bench.core.labels import dtype_name
 from dflash_bench.engine.forward.experts import Experts
 from dflash_bench.engine.forward.layers import Layer
-from dflash_bench.engine.forward.native import COVERED, NativeForward
-from dflash_bench.models.architecture import decoder_layers
+from dflash_bench.engine.forward.native import COVERED, NativeForward, rotary_size
+from dflash_bench.models.architecture import decoder_layers, recurrent_layers
 from dflash_bench.models.configs import Heads, optional
 from dflash_bench.models.presets import cache_folder
 from dflash_bench.models.quantization import Int8Linear
@@ -64,8 +64,8 @@ def expects_kernels(config: Any, dtype: torch.dtype) -> bool:
     """Predict, from its config alone, whether compiled kernels will compute a target on a CPU."""
     heads = Heads.of_first(config)
     fits = heads.key_size % 8 == 0 and heads.num_heads * heads.key_size % 16 == 0
-    experts = optional(config, "num_experts", "num_local_experts")
-    return config.model_type in COVERED and dtype in DTYPES and fits and not experts and has_numba()
+    others = optional(config, "num_experts", "num_local_experts") or recurrent_layers(config) or rotary_size(config)
+    return config.model_type in COVERED and dtype in DTYPES and fits and not others and has_numba()
 
 
 @cache
