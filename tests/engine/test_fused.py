@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dflash_bench.engine import capturing
 from dflash_bench.engine.capturing import TRIED, FusedGated, fused_layers, turn_by_copying
-from dflash_bench.engine.forward.layers import rotate
+from dflash_bench.engine.forward.layers import Norm, rotate
 from dflash_bench.engine.forward.native import NativeForward
 from dflash_bench.engine.target import Target
 from helpers.each import each
@@ -78,7 +78,7 @@ def test_nothing_is_compiled_after_the_run_has_begun(kind: str) -> None:
     network = NativeForward(model)
     network.layers, _ = fused_layers(network.layers, noting)
     before = len(compiled)
-    assert before <= 2 * len(TRIED)
+    assert before <= 3 * len(TRIED)
     for num_rows in (1, 3):
         passes(Target(model, network), num_rows)
     assert len(compiled) == before
@@ -112,10 +112,18 @@ def forgets_to_gate(function: Callable[..., Any], **_options: Any) -> Callable[.
     return halves if function is capturing.gate else function
 
 
+def forgets_to_norm(function: Callable[..., Any], **_options: Any) -> Callable[..., Any]:
+    def weighed(norm: Norm, x: Tensor) -> Tensor:
+        return x * norm.weight
+
+    return weighed if function is capturing.apply_norm else function
+
+
 WRONG = {
     refusing: "RuntimeError: no compiler",
     forgets_to_rotate: "ValueError: results differ by",
     forgets_to_gate: "ValueError: results differ by",
+    forgets_to_norm: "ValueError: results differ by",
 }
 
 
