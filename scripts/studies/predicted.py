@@ -147,6 +147,9 @@ def uncaptured(method: str, layers: int, draft_layers: int, is_fused: bool) -> C
             stack.enter_context(attention_by_lengths(device.as_one("attention", flash_attention)))
             for network in (target.network, getattr(drafter, "network", None)):
                 capturing.fuse(network, partial(one_kernel, device))
+            # Counted one by one, as a captured pass launches them.
+            assert isinstance(target.network, NativeForward) and target.network.fused is not None
+            target.network.layers = target.network.fused
         run(target, drafter, PROMPTS[:1], NEW)
         return kinds(Counter(most_of(device.launches_of_rounds)))
 

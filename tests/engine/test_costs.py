@@ -254,6 +254,7 @@ def test_a_broken_draft_costs_speed_and_not_exactness(make: Any) -> None:
 def test_few_nodes_below_each_other_are_sent_as_a_chain() -> None:
     target = Target(copy.deepcopy(tiny("llama")))  # whose weights are changed below
     drafter = auto_ddtree(target)
+    drafter.adaptive = AdaptiveLength(drafter.num_drafts, False, erratic())
     assert ddtree_drafter(target, 1).top_k == 1
     with torch.no_grad():
         # A draft that is certain: its best tree is a chain, as long as the block is.
