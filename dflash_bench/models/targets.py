@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -146,6 +148,16 @@ def tokenizer_of(folder: Path, trust_remote_code: bool = False, date: str | None
 
     Raises UserError if it is damaged or missing, where transformers would invent one.
     """
+    there = sorted(folder.iterdir()) if folder.is_dir() else []
+    about = ((path, path.stat() if path.exists() else path.lstat()) for path in there)
+    stamps = tuple((path, one.st_size, one.st_mtime_ns) for path, one in about)
+    # Reading 150,000 tokens takes seconds, and a run asks for them three times. A copy, as its template may be set.
+    return with_template(copy.copy(_read_tokenizer(folder, trust_remote_code, stamps)), folder, date)
+
+
+@lru_cache(maxsize=2)
+def _read_tokenizer(folder: Path, trust_remote_code: bool, _stamps: tuple[object, ...]) -> Any:
+    """Load a tokenizer, once as long as the files in its folder stay the same."""
     from transformers import AutoTokenizer
 
     vocabulary_in(folder)
@@ -158,7 +170,7 @@ def tokenizer_of(folder: Path, trust_remote_code: bool = False, date: str | None
         raise cannot_load(folder, error) from error
     if not known:
         raise UserError(f"{folder} has no tokenizer that reads text; copy its tokenizer files from where it came from")
-    return with_template(tokenizer, folder, date)
+    return tokenizer
 
 
 def with_template(tokenizer: Any, folder: Path, date: str | None) -> Any:
