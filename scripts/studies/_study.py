@@ -233,7 +233,8 @@ def command(name: str, changed: Mapping[str, object]) -> str:
         flag = f"--{key.replace('_', '-')}"
         for one in value if isinstance(value, list) else [value]:
             is_path = isinstance(one, Path) or os.sep in str(one)
-            words += [flag] if one is True else [flag, "FOLDER" if is_path else str(one)]
+            shown = Path(str(one)).name if is_path and Path(str(one)).is_file() else "FOLDER" if is_path else str(one)
+            words += [flag] if one is True else [flag, shown]
     return shlex.join(words)
 
 

@@ -1,40 +1,37 @@
-"""A real small model, SmolLM2-135M-Instruct, on real prompts: acceptance, exactness and speed of its drafts.
+"""A real model for code, from a GGUF file: pass rate, acceptance, exactness and speed on HumanEval and MBPP.
 
-One run in float32, prompt by prompt, so that a single table has everything. It is continued where it stopped. The model
-is fetched if it is not there (93 MB).
+A run a suite, prompt by prompt, in float32; each is continued where it stopped. Methods without weights are always
+measured, drafts if they are given. The file is fetched by nobody: name one that is here.
 """
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import file_digest
 from pathlib import Path
 
-from dflash_bench.analysis.cells import Cell
-from dflash_bench.analysis.metrics import FORMULAS
-from dflash_bench.analysis.stats import Interval
-from dflash_bench.core import files
-from dflash_bench.models import presets
-from dflash_bench.report import columns, document, plots
+from dflash_bench.core.methods import BASELINE
+from dflash_bench.report import columns, document
 from dflash_bench.report.document import Document
-from dflash_bench.report.tables import markdown, with_interval
-from dflash_bench.training.cards import HISTORY
-from studies._study import Made, Work, add_data, bench
+from dflash_bench.report.tables import ABSENT
+from studies._reported import doubts
+from studies._study import Made, Work, add_data
+from studies.smollm2 import measured
 
-TAKES = "three quarters of an hour of one core"
-PAGES = ("speed/real-smollm2-cpu.md", "speed/real-smollm2-cpu-*.svg")
+TAKES = "two hours of two cores for half a billion parameters, without drafts"
+PAGES = ("speed/code-*.md",)
 
-NAME = "real-smollm2-cpu"
-SUITES, METHODS = ("gsm8k", "humaneval", "mt_bench"), ("dflash", "eagle3", "ngram")
-NUM_TOKENS = 128
+LIMITS = {"humaneval": 164, "mbpp": 200}
+METHODS = ("ngram", "suffix")
+NUM_TOKENS = 512
 """The most tokens per answer."""
-PICTURES = {
-    "speedup": "speed-up by suite",
-    "positions": "acceptance by place in the draft",
-    "rounds": "time of a round",
+PUBLISHED: Mapping[str, Mapping[str, float]] = {
+    "qwen2.5-coder-0.5b-instruct": {"humaneval": 61.6, "mbpp": 52.4},
+    "qwen2.5-coder-1.5b-instruct": {"humaneval": 70.7, "mbpp": 69.2},
 }
-SHOWN = ("prompts", "tokens", "al.pooled [95 %]", "break_even_al", "tps.decode", "speedup.decode [95 %]", "exact")
-HEAD = """# smollm2 on real prompts
+"""The publisher's pass rates in percent (arXiv 2409.12186v3): greedy, by EvalPlus, whose MBPP is 378 tasks."""
+HEAD = """# {model} on code
 
 ```
 {command}
@@ -42,106 +39,93 @@ HEAD = """# smollm2 on real prompts
 
 {machine}.
 
-SmolLM2-135M-Instruct, as `fetch smollm2` leaves it, with the drafts that are shipped for it, on the first {num} prompts
-of each public suite ({source}), greedy, in {dtype}, one prompt at a time on one thread, at most {tokens} new tokens.
-`ngram` is prompt lookup, which needs no draft; a small model repeats itself, and prompt lookup is good at that.
-
+The target is the file of sha256 `{hash}`: its weights as stored, computed in float32, one prompt at a time on one
+thread, greedy, at most {tokens} new tokens. `ngram` and `suffix` need no draft: they copy what was said before, in the
+prompt and the answer so far, or in earlier answers.
+{doubts}
 {measured}
 
-The 95 % interval of a speed-up of DFlash or EAGLE-3 ends at most {widest} % from the speed-up.
-"""
-TRAINING = """## What such a draft costs
+## Pass rate
 
-![acceptance over the training]({picture})
+| suite | tasks | passed % | published % | cut at the limit |
+| --- | ---: | ---: | ---: | ---: |
+{passed}
 
-From the drafts' cards ([DFlash](../../dflash_bench/smollm2/dflash/README.md),
-[EAGLE-3](../../dflash_bench/smollm2/eagle3/README.md)): acceptance on 32 prompts that neither draft was trained on, in
-bfloat16, by the tokens of answers that it had read (the first two points of DFlash are from 8 prompts).
+Model-written code ran in a cage without a network. The published rates are of the unquantised model, with prompts and
+tests of EvalPlus; MBPP there is 378 tasks, here the first {mbpp} of its test set.
+
+{notes}
 """
 
 
 def options(parser: ArgumentParser) -> None:
-    add_data(parser, "gsm8k/test.jsonl, humaneval/test.jsonl and mt_bench/train.jsonl")
-    parser.add_argument("--limit", type=int, default=64, help="number of prompts of each suite")
+    add_data(parser, "humaneval/test.jsonl and mbpp/test.jsonl")
+    parser.add_argument("--target", type=Path, required=True, metavar="FILE.gguf", help="the model")
+    parser.add_argument(
+        "--draft", action="append", default=[], metavar="METHOD=FOLDER", help="a draft to measure, too; may be repeated"
+    )
+    parser.add_argument("--limit", type=int, help="number of prompts of each suite (164 and 200)")
 
 
 def make(work: Work, options: Namespace) -> Made:
-    bench("fetch", "smollm2", shown=True)
-    run = work.run(
-        "run",
-        "--model",
-        "smollm2",
-        "--suite",
-        ",".join(SUITES),
-        "--method",
-        ",".join(METHODS),
-        "--data",
-        options.data,
-        "--limit",
-        options.limit,
-        "--max-new-tokens",
-        NUM_TOKENS,
-        "--dtype",
-        "float32",
-        "--threads",
-        1,
-    )
-    plotted = work.plots(run)
-    pictures = {f"speed/{NAME}-{name}.svg": plotted / f"{name}.svg" for name in PICTURES}
-    training = work.folder / "training.svg"
-    trained(training)
-    text = page(work, document.read_document(run), options.limit)
-    return Made({PAGES[0]: text, **pictures, f"speed/{NAME}-training.svg": training})
+    target = options.target.resolve()
+    methods = [*METHODS, *(word.partition("=")[0] for word in options.draft)]
+    runs = [
+        work.run(
+            suite,
+            "--target",
+            target,
+            *(word for draft in options.draft for word in ("--draft", draft)),
+            "--suite",
+            suite,
+            "--data",
+            options.data,
+            "--limit",
+            min(limit, options.limit or limit),
+            *(word for method in methods for word in ("--method", method)),
+            "--max-new-tokens",
+            NUM_TOKENS,
+            "--dtype",
+            "float32",
+            "--threads",
+            1,
+        )
+        for suite, limit in LIMITS.items()
+    ]
+    return Made({f"speed/code-{target.stem}.md": page(work, target, [document.read_document(run) for run in runs])})
 
 
-def page(work: Work, run: Document, num: int) -> str:
-    info = run.results.info
-    head = HEAD.format(
+def page(work: Work, target: Path, runs: Sequence[Document]) -> str:
+    first = runs[0].results.info
+    return HEAD.format(
+        model=target.stem,
         command=work.command,
-        machine=info.environment.one_line(),
-        source=run.cells[0].source.partition(" ")[0],
+        machine=first.environment.one_line(),
+        hash=sha256(target),
         tokens=NUM_TOKENS,
-        num=num,
-        dtype=info.identity.dtype,
-        measured=measured(run),
-        widest=f"{widest(run.cells):.0f}",
-    )
-    parts = [head]
-    for name, caption in PICTURES.items():
-        parts.append(f"![{caption}]({NAME}-{name}.svg)\n")
-    parts.append(TRAINING.format(picture=f"{NAME}-training.svg"))
-    names = ("al.pooled", "break_even_al", "tps.decode", "speedup.decode")
-    parts.append("\n".join(f"- `{name}`: {FORMULAS[name]}" for name in names))
-    parts.append("\n" + "\n\n".join(columns.notes(run.cells)))
-    return "\n".join(parts) + "\n"
-
-
-def measured(run: Document) -> str:
-    """Return the table, with the cells' acceptance and its interval."""
-    known = {column.one_line: column for column in (*columns.ROUNDS, *columns.RESULTS)}
-    known["al.pooled [95 %]"] = known.pop("al.pooled")
-    shown = [known[head] for head in SHOWN]
-    _, rows, _ = columns.main_table(run.cells, shown, run.findings).flat()
-    legend = columns.legend(run.cells, run.findings)
-    at = 2 + SHOWN.index("al.pooled [95 %]")
-    lengths = [columns.value_of("al.pooled", cell) for cell in run.cells]
-    for row, length in zip(rows, lengths, strict=True):
-        row[at] = with_interval(length) if isinstance(length, Interval) else row[at]
-    return "\n\n".join([markdown(["suite", "method", *SHOWN], rows, left=2), *legend])
-
-
-def widest(cells: Sequence[Cell]) -> float:
-    """Return the largest distance of an interval's end from a trained draft's speed-up, in percent."""
-    known = [cell.figures.get("speedup.decode") for cell in cells if cell.method in ("dflash", "eagle3")]
-    return max(
-        100 * max(one.value - one.low, one.high - one.value) / one.value
-        for one in known
-        if one is not None and one.low is not None and one.high is not None
+        doubts=doubts(runs),
+        measured="\n\n".join(measured(run) for run in runs),
+        passed="\n".join(f"| {' | '.join(row)} |" for run in runs for row in passed(run, target.stem)),
+        mbpp=LIMITS["mbpp"],
+        notes="\n\n".join(dict.fromkeys(note for run in runs for note in columns.notes(run.cells))),
     )
 
 
-def trained(picture: Path) -> None:
-    """Plot acceptance by amount of training text, for each shipped draft."""
-    drafts = presets.preset("smollm2").drafts
-    histories = {name: files.json_of(Path(folder) / HISTORY) for name, folder in drafts.items()}
-    plots.write_training(histories, picture)
+def passed(run: Document, name: str) -> Iterator[list[str]]:
+    """Return rows of plain decoding: suite, tasks, the share that passed here and as published, in percent, and cut."""
+    known = next((rates for model, rates in PUBLISHED.items() if name.startswith(model)), {})
+    for cell in run.cells:
+        if cell.method == BASELINE:
+            rate = ABSENT if cell.passed is None else f"{100 * cell.passed[0] / cell.passed[1]:.1f}"
+            yield [
+                cell.label,
+                str(cell.num_prompts),
+                rate,
+                str(known.get(cell.suite, ABSENT)),
+                "0" if cell.cut is None else str(cell.cut[0]),
+            ]
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
