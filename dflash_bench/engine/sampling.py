@@ -53,8 +53,7 @@ class Sampling:
 
 def likeliest(logits: Tensor) -> Tensor:
     """Return the best token [...] of logits [..., V], the first among equal logits."""
-    if logits.device.type == "cpu" and logits.dtype == torch.float32 and not is_in_torch_dispatch_mode():
-        # numpy's argmax takes a tenth of the time of torch's. A capture records torch's operations only.
+    if _is_numpys(logits):
         return torch.from_numpy(np.asarray(logits.detach().numpy().argmax(axis=-1)))
     return logits.max(dim=-1).indices
 
@@ -81,10 +80,28 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 def _nucleus(scores: Tensor, top_p: float) -> Tensor:
     """Drop the least likely tokens whose total probability is at most 1 - top_p; the likeliest always stays."""
-    ascending, order = scores.sort(dim=-1, stable=True)
+    ascending = _sorted(scores)
     tail = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
     tail[..., -1] = False
-    return scores.masked_fill(tail.scatter(-1, order, tail), -torch.inf)
+    num_dropped = tail.sum(dim=-1, keepdim=True)
+    # Of tokens as likely as the likeliest dropped one, the first are dropped; sorting indices, too, takes eight times
+    # as long.
+    edge = ascending.gather(-1, (num_dropped - 1).clamp(min=0))
+    below, equal = scores < edge, scores == edge
+    num_equal = num_dropped - below.sum(dim=-1, keepdim=True)
+    dropped = below | (equal & (equal.cumsum(dim=-1) <= num_equal))
+    return scores.masked_fill(dropped & (num_dropped > 0), -torch.inf)
+
+
+def _sorted(scores: Tensor) -> Tensor:
+    if _is_numpys(scores):
+        return torch.from_numpy(np.sort(scores.detach().numpy(), axis=-1))
+    return scores.sort(dim=-1).values
+
+
+def _is_numpys(scores: Tensor) -> bool:
+    """Return whether numpy can compute these, in a tenth of torch's time. A capture records torch's operations only."""
+    return scores.device.type == "cpu" and scores.dtype == torch.float32 and not is_in_torch_dispatch_mode()
 
 
 def inverse_cdf(p: Tensor, uniform: Tensor) -> Tensor:

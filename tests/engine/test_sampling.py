@@ -18,7 +18,16 @@ from transformers import (
 from transformers.generation import GenerationConfig, GenerationMixin
 
 from dflash_bench.core.types import Settings
-from dflash_bench.engine.sampling import PURPOSES, Sampler, Sampling, inverse_cdf, penalised, probabilities, uniform
+from dflash_bench.engine.sampling import (
+    PURPOSES,
+    Sampler,
+    Sampling,
+    _nucleus,
+    inverse_cdf,
+    penalised,
+    probabilities,
+    uniform,
+)
 from helpers.each import each
 from helpers.toy import follows
 
@@ -66,6 +75,15 @@ def test_tokens_are_drawn_from_what_transformers_makes_of_the_logits(name: str) 
     given = probabilities(penalised(logits, seen, sampling.repetition_penalty), sampling)
     assert torch.allclose(given, expected, atol=1e-7)
     assert torch.equal(given > 0, expected > 0)
+
+
+@each("dtype", [torch.float32, torch.float64])
+def test_of_equally_likely_tokens_the_first_are_dropped(dtype: torch.dtype) -> None:
+    """Eight of an eighth each, of which a nucleus of 0.6 keeps five; numpy sorts float32, torch everything else."""
+    logits = torch.full((2, 8), 1.5, dtype=dtype)
+    logits[1, 2], logits[1, 5] = 9.0, -torch.inf
+    kept = (_nucleus(logits, 0.6) > -torch.inf).tolist()
+    assert kept == [[False] * 3 + [True] * 5, [False] * 2 + [True] + [False] * 5]
 
 
 def test_the_order_of_transformers_is_penalty_temperature_top_k_top_p_min_p() -> None:
