@@ -118,15 +118,22 @@ def convert(
             help="The draft's target; needed if the new format includes its embedding and head, or its tokenizer.",
         ),
     ] = None,
+    quantize: Annotated[
+        str | None,
+        Option(
+            metavar="int8",
+            help="Store matrices as int8 with a scale per row, packed as by compressed-tensors: half the size.",
+        ),
+    ] = None,
 ) -> None:
     """Convert a draft to another publisher's format, or a target or draft to llama.cpp's.
 
-    Weights stay the same, bit for bit. A draft with parts that the format cannot hold is refused, and the parts are
-    named.
+    Without --quantize, weights stay the same, bit for bit. A draft with parts that the format cannot hold is refused,
+    and the parts are named.
     """
     from dflash_bench.models import convert
 
-    for remark in convert.convert(source, destination, to, target):
+    for remark in convert.convert(source, destination, to, target, quantize):
         say(remark)
     say(f"saved in {destination}")
 

@@ -1,4 +1,4 @@
-"""Converts a draft between formats, bit for bit; errors name anything the other format cannot hold.
+"""Converts a draft between formats, bit for bit unless quantised; errors name anything the other format cannot hold.
 
 llama.cpp's format, the only one for targets too, is written by `gguf_writer.py`.
 """
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_bench.core.errors import UserError
-from dflash_bench.models import formats, gguf_writer, targets, weights
+from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.models import formats, gguf_writer, packed, targets, weights
 from dflash_bench.models.formats import base, fit
 from dflash_bench.models.formats.base import Checkpoint, Format
 
@@ -24,18 +24,24 @@ SHARED = {"dflash": (base.EMBEDDING, base.HEAD), "eagle3": (base.EMBEDDING,), "p
 """Tensors that a draft may take from its target; EAGLE-3 and P-EAGLE always have their own head."""
 
 
+QUANTIZED = ["int8"]
 WANTS_DEPTH = ("zlab",)
 """Formats whose original readers fail without `num_target_layers`, even if the layers are named (z-lab's model.py)."""
 
 
-def convert(reference: str, destination: Path, to: str, target: str | None) -> list[str]:
+def convert(reference: str, destination: Path, to: str, target: str | None, quantize: str | None = None) -> list[str]:
     """Convert a draft. Return notes on facts that only the new or only the old files declare.
 
     If the new format includes the target's embedding and head, they are taken from `target`. If it leaves them to the
-    target, they are dropped, provided that `target` shows they are copies. Raises UserError for an incomplete
+    target, they are dropped, provided that `target` shows they are copies. With `quantize`, int8, matrices of linear
+    layers are rounded (`packed.py`), and the format may stay, also without a head. Raises UserError for an incomplete
     checkpoint, and for anything that the new format cannot hold.
     """
+    if quantize not in (None, *QUANTIZED):
+        raise unknown("--quantize", str(quantize), QUANTIZED)
     if to == GGUF:
+        if quantize is not None:
+            raise UserError("--quantize has no effect on gguf; leave one of them out")
         return gguf_writer.convert(reference, destination, target)
     if destination.exists():
         raise UserError(f"{destination} exists already; name a new folder")
@@ -49,19 +55,21 @@ def convert(reference: str, destination: Path, to: str, target: str | None) -> l
         raise UserError(f"{folder}: {problem}")
     checkpoint = fit.fitted(checkpoint, shape) if shape else checkpoint
     goal = formats.format_named(to, form.kind)
-    if goal == form and not checkpoint.target_head:
+    stays = goal == form and quantize is not None
+    if goal == form and not stays and not checkpoint.target_head:
         raise UserError(f"{folder} is already in the {to} format")
     if checkpoint.derived_taps:
         raise UserError(f"{folder} does not name the layers it taps; give --target, as they depend on its depth")
-    if checkpoint.target_head and home is None:
+    if checkpoint.target_head and home is None and not stays:
         raise UserError(f"{folder} leaves its head to the target; give --target, and it is written out")
-    shared = targets.vocabulary_of(home) if home else {}
-    ready = adapt(checkpoint.with_head(shared[base.HEAD]) if home else checkpoint, goal, shared)
+    shared = targets.vocabulary_of(home) if home and not stays else {}
+    ready = adapt(checkpoint.with_head(shared[base.HEAD]) if shared else checkpoint, goal, shared)
     notes = []
     if shape and goal.name in WANTS_DEPTH and ready.config.num_target_layers is None:
         ready = replace(ready, config=replace(ready.config, num_target_layers=shape.num_layers))
         notes = [f"num_target_layers = {shape.num_layers} is taken from --target; the draft does not declare it"]
-    weights.write_checkpoint(destination, *goal.write(ready))
+    stored = goal.write(ready)
+    weights.write_checkpoint(destination, *(stored if quantize is None else packed.pack(*stored)))
     return notes + [f"{goal.name} has no place for {what}: it is left out" for what in _lost(ready, destination)]
 
 

@@ -46,8 +46,8 @@ def everything(_name: str) -> bool:
 
 
 def only_maps(name: str) -> bool:
-    """Return whether it is a vocabulary map: they are small, and needed even if only headers are read."""
-    return name in ("d2t", "t2d")
+    """Return whether it is a vocabulary map or a packed matrix's shape: needed even if only headers are read."""
+    return name in ("d2t", "t2d") or name.endswith(".weight_shape")
 
 
 def read_tensors(folder: Path, wanted: Callable[[str], bool] = everything) -> dict[str, Tensor]:

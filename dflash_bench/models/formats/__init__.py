@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dflash_bench.core.errors import DraftProblem, UserError, first_line, unknown
-from dflash_bench.models import weights
+from dflash_bench.models import packed, weights
 from dflash_bench.models.formats import base, bodies, fit, heads, known
 from dflash_bench.models.formats.base import Checkpoint, DraftModel, Format, Json, TargetShape
 from dflash_bench.models.hub import read_config
@@ -206,8 +206,12 @@ def read_checkpoint(folder: Path, target: TargetShape | None, headers_only: bool
     tensors |= _mask_embedding(folder, config)
     base.check_map(str(folder), tensors)
     try:
+        notes = (packed.NOTE,) if packed.is_packed(config) else ()
+        if notes:
+            config, tensors = packed.unpack(config, tensors)
         form = detect(folder, config, tensors)
         checkpoint = form.read(config, tensors, target.num_layers if target else None)
+        checkpoint = replace(checkpoint, notes=checkpoint.notes + notes)
         heads.refuse_other_heads(checkpoint.config, tensors)
         if isinstance(checkpoint.config, DFlashConfig):
             bodies.refuse_other_kinds(config, checkpoint.config, tensors)
