@@ -25,7 +25,7 @@ SLIM = ("zlab", "specforge", "safeailab")
 
 DECISIVE = tuple(
     """
-    init layers block_size rank depth draft_vocab mask_token epochs steps distil patience slim
+    init layers block_size intermediate_size rank depth draft_vocab mask_token epochs steps distil patience slim
     """.split()
 )
 """Options that determine the draft, besides its rate and seed."""
@@ -130,6 +130,13 @@ class TrainRequest:
         minimum=2,
         most=64,
         conflicts=(_only(*BLOCKS), _OF_INIT),
+    )
+    intermediate_size: int | None = _draft(
+        "Width of the draft's feed-forward layers. Default: the target's.",
+        metavar="N",
+        minimum=8,
+        most=1 << 20,
+        conflicts=(_only(*BLOCKS, "eagle3"), _OF_INIT),
     )
     rank: int | None = _draft(
         "Numbers per token in DFlash 2's selector and DSpark's Markov head. Default: 64.",

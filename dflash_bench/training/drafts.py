@@ -122,8 +122,9 @@ def new_dflash(
     mask_token_id: int,
     seed: int,
     token_ids: Tensor | None = None,
+    intermediate_size: int | None = None,
 ) -> DFlashDraft:
-    """Return a fresh DFlash draft whose last norm starts as the target's.
+    """Return a fresh DFlash draft whose last norm starts as the target's, of the target's sizes or a narrower one.
 
     With `token_ids` [Vd], ascending, it drafts only these tokens: its head holds the target's rows for them, untrained.
     """
@@ -134,7 +135,7 @@ def new_dflash(
         mask_token_id=mask_token_id,
         target_layer_ids=layers,
         **reduced,
-        **_shape(target),
+        **_shape(target, intermediate_size),
     )
     draft = DFlashDraft(config)
     dflash.initialise(draft, seed)
@@ -149,10 +150,17 @@ def new_dflash(
 
 
 def new_eagle3(
-    target: Any, layers: tuple[int, ...], counts: Tensor, vocab_size: int, seed: int, trains_head: bool = True
+    target: Any,
+    layers: tuple[int, ...],
+    counts: Tensor,
+    vocab_size: int,
+    seed: int,
+    trains_head: bool = True,
+    intermediate_size: int | None = None,
 ) -> Eagle3Draft:
     """Return a fresh EAGLE-3 draft for the most frequent tokens by `counts` [V]; its head starts as the target's."""
-    config = Eagle3Config(draft_vocab_size=vocab_size, target_layer_ids=layers, **_shape(target))
+    shape = _shape(target, intermediate_size)
+    config = Eagle3Config(draft_vocab_size=vocab_size, target_layer_ids=layers, **shape)
     draft = Eagle3Draft(config)
     dflash.initialise(draft, seed)
     draft.d2t, draft.t2d = eagle3.vocabulary_map(counts, vocab_size)
@@ -273,14 +281,14 @@ def _quieten(norm: Any, target: Any) -> None:
     norm.weight.data.copy_(weight / variance.sqrt())
 
 
-def _shape(target: Any) -> Mapping[str, Any]:
+def _shape(target: Any, intermediate_size: int | None) -> Mapping[str, Any]:
     config = target.config.get_text_config()
     rope = dict(optional(config, "rope_parameters", default={}))
     theta = rope.pop("rope_theta", 10000.0)
     heads = Heads.of_first(config)
     return {
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        "intermediate_size": intermediate_size or config.intermediate_size,
         "num_heads": heads.num_heads,
         "num_kv_heads": heads.num_kv_heads,
         "head_dim": heads.key_size,

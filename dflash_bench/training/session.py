@@ -99,9 +99,8 @@ def new_objective(prepared: PreparedTraining, rows: PackedRows) -> Objective:
         return MTPObjective(mtp.to(device), rows, DraftVocab.of(embedding, head), request.depth or DEPTH)
     if request.method == "eagle3":
         size = min(request.draft_vocab or DRAFT_VOCAB, len(embedding))
-        draft = drafts.new_eagle3(
-            model, drafts.eagle3_taps(layers), counts, size, request.seed, trains_head=not request.slim
-        )
+        taps = drafts.eagle3_taps(layers)
+        draft = drafts.new_eagle3(model, taps, counts, size, request.seed, not request.slim, request.intermediate_size)
         return Eagle3Objective(draft.to(device), rows, DraftVocab.of(embedding, head), NUM_STEPS)
     if request.init is not None:
         made = _begun(prepared)
@@ -112,7 +111,8 @@ def new_objective(prepared: PreparedTraining, rows: PackedRows) -> Objective:
         num_layers, block = request.layers or drafts.NUM_LAYERS, request.block_size or BLOCK_SIZE
         vocab = DraftVocab.of(embedding, head, counts, request.draft_vocab)
         reduced = vocab.token_ids if request.slim else None
-        made = drafts.new_dflash(model, layers[:-1], num_layers, block, mask, request.seed, reduced)
+        width = request.intermediate_size
+        made = drafts.new_dflash(model, layers[:-1], num_layers, block, mask, request.seed, reduced, width)
     return block_objective(request, made, rows, vocab, device)
 
 

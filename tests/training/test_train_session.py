@@ -102,11 +102,12 @@ KINDS = {"dflash": "DFlash", "dflash2": "DFlash 2", "dspark": "DSpark"}
 
 @pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark", "eagle3"])
 def test_a_slim_draft_trains_no_head_and_leaves_it_out(method: str, target: Path, tmp_path: Path) -> None:
-    folder = performed(request(target, tmp_path, method=method, draft_vocab=64, slim=True))
+    folder = performed(request(target, tmp_path, method=method, draft_vocab=64, slim=True, intermediate_size=24))
     assert "lm_head.weight" not in load_file(folder / "model.safetensors")
     used = "dflash" if method in BLOCKS else method
     models = loading.load(Preset(str(target), {used: str(folder)}), [used], "cpu", torch.bfloat16)
     draft, head = models.drafts[used], models.target.get_output_embeddings().weight
+    assert draft.config.intermediate_size == 24
     assert torch.equal(draft.lm_head.weight, head[draft.target_ids(torch.arange(64))])
     trained = torch.load(tmp_path / "work" / f"{method}.pt", weights_only=True)
     assert torch.equal(trained["model"]["lm_head.weight"].bfloat16(), draft.lm_head.weight)
