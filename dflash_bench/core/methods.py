@@ -252,6 +252,7 @@ _OWN: dict[str, MethodSpec] = {
             (
                 _drafted("ngram", 10), Option("max", "longest n-gram looked up", 3, 1, 32, "tokens"),
                 Option("min", "shortest n-gram looked up", 1, 1, 32, "tokens"),
+                Option("prompt", "copy from the prompt, too", "yes", words=("yes", "no"), kind=str),
             ),
             count="n",
         ),

@@ -39,8 +39,8 @@ from helpers.repeating_targets import (
 from helpers.toy import plain, run
 
 
-def ngram(num_drafts: int = 5, longest: int = 3, shortest: int = 1) -> NGramDrafter:
-    return NGramDrafter(num_drafts, longest, shortest, CPU)
+def ngram(num_drafts: int = 5, longest: int = 3, shortest: int = 1, copies_prompt: bool = True) -> NGramDrafter:
+    return NGramDrafter(num_drafts, longest, shortest, CPU, copies_prompt)
 
 
 def suffix(num_drafts: int = 8, threshold: float = 0.1, depth: int = 12, earlier: bool = True) -> SuffixDrafter:
@@ -55,6 +55,7 @@ DRAFTERS: dict[str, Callable[[], Any]] = {
     "ngram": ngram,
     "ngram of one token": lambda: ngram(1, 1, 1),
     "ngram, wide": lambda: ngram(16, 2, 2),
+    "ngram, own text": lambda: ngram(copies_prompt=False),
     "suffix": suffix,
     "suffix, own text": lambda: suffix(earlier=False),
     "suffix, shallow": lambda: suffix(depth=2),
@@ -88,10 +89,10 @@ def test_sampled_tokens_are_those_of_plain_decoding_with_the_same_seed(name: str
 # N-grams.
 
 
-def by_scanning(text: Sequence[int], limit: int, longest: int, shortest: int) -> list[int]:
+def by_scanning(text: Sequence[int], limit: int, longest: int, shortest: int, first: int) -> list[int]:
     """Prompt lookup by definition: every place of every suffix, the longest suffix first, the latest place first."""
     for size in range(longest, shortest - 1, -1):
-        for end in range(len(text) - 1, size - 1, -1):
+        for end in range(len(text) - 1, max(size, first) - 1, -1):
             if size < len(text) and text[end - size : end] == text[-size:]:
                 return list(text[end : end + limit])
     return []
@@ -103,19 +104,22 @@ def by_scanning(text: Sequence[int], limit: int, longest: int, shortest: int) ->
     st.integers(1, 6),
     st.integers(1, 3),
     st.integers(0, 3),
+    st.booleans(),
     st.data(),
 )
 def test_the_index_says_what_a_scan_of_the_text_says(
-    text: list[int], limit: int, shortest: int, more: int, data: st.DataObject
+    text: list[int], limit: int, shortest: int, more: int, copies_prompt: bool, data: st.DataObject
 ) -> None:
-    drafter = ngram(limit, shortest + more, shortest)
+    drafter = ngram(limit, shortest + more, shortest, copies_prompt)
     drafter.begin(1, 100)
     row: list[int] = []
+    first = None
     while len(row) < len(text):
         # Rounds bring several tokens at a time.
         row += text[len(row) : len(row) + data.draw(st.integers(1, 5))]
         tell(drafter, [row])
-        assert chains_of(drafter.propose()) == [by_scanning(row, limit, shortest + more, shortest)]
+        first = (0 if copies_prompt else len(row) - 1) if first is None else first
+        assert chains_of(drafter.propose()) == [by_scanning(row, limit, shortest + more, shortest, first)]
 
 
 def test_the_longest_suffix_counts_and_of_its_places_the_latest() -> None:

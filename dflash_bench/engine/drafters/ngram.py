@@ -17,12 +17,15 @@ from dflash_bench.models.loading import Models
 
 
 class NGramIndex:
-    """The last occurrence of each n-gram in a growing text, for n from `longest` down to `shortest`."""
+    """The last occurrence of each n-gram in a growing text, for n from `longest` down to `shortest`.
 
-    def __init__(self, longest: int, shortest: int) -> None:
+    What follows an occurrence begins at the text's token `first` or later.
+    """
+
+    def __init__(self, longest: int, shortest: int, first: int = 0) -> None:
         self.sizes = range(longest, shortest - 1, -1)
         self._ends: dict[tuple[int, ...], int] = {}
-        self._num_read = 0
+        self._num_read = max(0, first - 1)
 
     def read(self, text: Text) -> None:
         """Add the new n-grams of a text, except at its very end, where nothing follows yet."""
@@ -42,13 +45,15 @@ class NGramIndex:
 
 
 class NGramDrafter(HostDrafter):
-    def __init__(self, num_drafts: int, longest: int, shortest: int, device: torch.device) -> None:
+    def __init__(
+        self, num_drafts: int, longest: int, shortest: int, device: torch.device, copies_prompt: bool = True
+    ) -> None:
         super().__init__(num_drafts, device)
-        self.longest, self.shortest = longest, shortest
+        self.longest, self.shortest, self.copies_prompt = longest, shortest, copies_prompt
         self.indices: dict[int, NGramIndex] = {}
 
     def start(self, row: int, prompt: Text) -> None:
-        self.indices[row] = NGramIndex(self.longest, self.shortest)
+        self.indices[row] = NGramIndex(self.longest, self.shortest, 0 if self.copies_prompt else len(prompt))
 
     def read(self, row: int, text: Text) -> None:
         self.indices[row].read(text)
@@ -62,4 +67,4 @@ def build(models: Models, target: Target, method: Method) -> NGramDrafter:
     num_drafts, longest, shortest = (method.number(name) for name in ("n", "max", "min"))
     if longest < shortest:
         raise UserError(f"method {method.label}: max={longest} is less than min={shortest}")
-    return NGramDrafter(num_drafts, longest, shortest, target.device)
+    return NGramDrafter(num_drafts, longest, shortest, target.device, method.option("prompt") == "yes")
