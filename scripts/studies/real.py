@@ -1,29 +1,38 @@
 """A real model for code, from a GGUF file: pass rate, acceptance, exactness and speed on HumanEval and MBPP.
 
-A run a suite, prompt by prompt, in float32; each is continued where it stopped. Methods without weights are always
-measured, drafts if they are given. The file is fetched by nobody: name one that is here.
+Three runs a suite, prompt by prompt: methods without weights, drafts if they are given, and the target's weights in
+int8. Each is continued where it stopped. The file is fetched by nobody: name one that is here.
 """
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import file_digest
 from pathlib import Path
 
-from dflash_bench.core.methods import BASELINE
+import numpy as np
+
+from dflash_bench.analysis.cells import Cell
+from dflash_bench.analysis.metrics import BASELINE, COLUMN
+from dflash_bench.measurements import energy
 from dflash_bench.report import columns, document
 from dflash_bench.report.document import Document
-from dflash_bench.report.tables import ABSENT
+from dflash_bench.report.tables import ABSENT, markdown, number
+from dflash_bench.report.words import memory
 from studies._reported import doubts
 from studies._study import Made, Work, add_data
 from studies.smollm2 import measured
 
-TAKES = "two hours of two cores for half a billion parameters, without drafts"
-PAGES = ("speed/code-*.md",)
+TAKES = "five hours of a core for half a billion parameters, without drafts"
+PAGES = ("speed/code-*.md", "speed/code-*-positions.svg")
 
 LIMITS = {"humaneval": 164, "mbpp": 200}
 METHODS = ("ngram", "suffix")
+COPIES, COPIES_NO_PROMPT = "ngram", "ngram:prompt=no"
+TREES = {"dflash": "ddtree"}
+"""Trees that are measured with a chain's draft."""
 NUM_TOKENS = 512
 """The most tokens per answer."""
 PUBLISHED: Mapping[str, Mapping[str, float]] = {
@@ -43,19 +52,50 @@ The target is the file of sha256 `{hash}`: its weights as stored, computed in fl
 thread, greedy, at most {tokens} new tokens. `ngram` and `suffix` need no draft: they copy what was said before, in the
 prompt and the answer so far, or in earlier answers.
 {doubts}
-{measured}
+{sections}
 
 ## Pass rate
 
-| suite | tasks | passed % | published % | cut at the limit |
-| --- | ---: | ---: | ---: | ---: |
 {passed}
 
 Model-written code ran in a cage without a network. The published rates are of the unquantised model, with prompts and
 tests of EvalPlus; MBPP there is 378 tasks, here the first {mbpp} of its test set.
 
+## What copying the prompt is worth
+
+{copied}
+
+`{no_prompt}` copies from the answer only. Both were measured on the answers of the target in int8.
+
+## Where methods lose
+
+{lost}
+
+The speed of each prompt's answer by itself, decoding only: one measurement each, so that single prompts are noisy.
+
+## Memory, as predicted
+
+{memory}
+
+{energy}
+
 {notes}
 """
+NO_COUNTERS = "Energy was not measured: this machine gives no counters."
+COUNTED = "`joules_per_token` counts the whole machine's energy, idle power included."
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A run of each suite: its name, methods, further options, and the heading of its table."""
+
+    name: str
+    title: str
+    methods: Sequence[str]
+    words: Sequence[object] = ()
+
+    def run_name(self, suite: str) -> str:
+        return suite if not self.name else f"{suite}-{self.name}"
 
 
 def options(parser: ArgumentParser) -> None:
@@ -67,36 +107,59 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, help="number of prompts of each suite (164 and 200)")
 
 
+def groups(drafts: Sequence[str]) -> list[Group]:
+    """Return the runs; `drafts` are METHOD=FOLDER."""
+    given = [word for draft in drafts for word in ("--draft", draft)]
+    names = [draft.partition("=")[0] for draft in drafts]
+    named = [*names, *(tree for chain, tree in TREES.items() if chain in names)]
+    found = [Group("", "Without a draft", METHODS)]
+    if drafts:
+        found.append(Group("drafts", "With drafts", named, given))
+    in_int8 = [COPIES, COPIES_NO_PROMPT, *names[:1]]
+    found.append(Group("int8", "Weights in int8", in_int8, ["--quantize", "int8", *given[:2]]))
+    return found
+
+
 def make(work: Work, options: Namespace) -> Made:
     target = options.target.resolve()
-    methods = [*METHODS, *(word.partition("=")[0] for word in options.draft)]
-    runs = [
-        work.run(
-            suite,
-            "--target",
-            target,
-            *(word for draft in options.draft for word in ("--draft", draft)),
-            "--suite",
-            suite,
-            "--data",
-            options.data,
-            "--limit",
-            min(limit, options.limit or limit),
-            *(word for method in methods for word in ("--method", method)),
-            "--max-new-tokens",
-            NUM_TOKENS,
-            "--dtype",
-            "float32",
-            "--threads",
-            1,
-        )
-        for suite, limit in LIMITS.items()
-    ]
-    return Made({f"speed/code-{target.stem}.md": page(work, target, [document.read_document(run) for run in runs])})
+    has_counters = any(energy.POWERCAP.glob(energy.ZONES))
+    made: dict[str, list[Document]] = {}
+    for group in groups(options.draft):
+        for suite, limit in LIMITS.items():
+            run = work.run(
+                group.run_name(suite),
+                "--target",
+                target,
+                "--suite",
+                suite,
+                "--data",
+                options.data,
+                "--limit",
+                min(limit, options.limit or limit),
+                *(word for method in group.methods for word in ("--method", method)),
+                *group.words,
+                "--max-new-tokens",
+                NUM_TOKENS,
+                "--dtype",
+                "float32",
+                "--threads",
+                1,
+                *(["--energy"] if has_counters else []),
+            )
+            made.setdefault(group.title, []).append(document.read_document(run))
+    name = f"speed/code-{target.stem}"
+    widest = work.plots(work.folder / groups(options.draft)[-2].run_name("humaneval")) / "positions.svg"
+    text = page(work, target, made, has_counters)
+    return Made({f"{name}.md": text, f"{name}-positions.svg": widest})
 
 
-def page(work: Work, target: Path, runs: Sequence[Document]) -> str:
+def page(work: Work, target: Path, made: Mapping[str, Sequence[Document]], has_counters: bool) -> str:
+    runs = [run for group in made.values() for run in group]
     first = runs[0].results.info
+    sections = [
+        f"## {title}\n\n" + "\n\n".join(measured(run) for run in documents) for title, documents in made.items()
+    ]
+    picture = f"![acceptance by place in the draft, HumanEval](code-{target.stem}-positions.svg)"
     return HEAD.format(
         model=target.stem,
         command=work.command,
@@ -104,26 +167,70 @@ def page(work: Work, target: Path, runs: Sequence[Document]) -> str:
         hash=sha256(target),
         tokens=NUM_TOKENS,
         doubts=doubts(runs),
-        measured="\n\n".join(measured(run) for run in runs),
-        passed="\n".join(f"| {' | '.join(row)} |" for run in runs for row in passed(run, target.stem)),
+        sections="\n\n".join([*sections, picture]),
+        passed=passed(made, target.stem),
+        copied=copied(runs),
+        no_prompt=COPIES_NO_PROMPT,
+        lost=lost(runs),
+        memory="\n".join(f"- {title}: {memory(runs[0].results.info)}." for title, runs in made.items()),
+        energy=COUNTED if has_counters else NO_COUNTERS,
         mbpp=LIMITS["mbpp"],
         notes="\n\n".join(dict.fromkeys(note for run in runs for note in columns.notes(run.cells))),
     )
 
 
-def passed(run: Document, name: str) -> Iterator[list[str]]:
-    """Return rows of plain decoding: suite, tasks, the share that passed here and as published, in percent, and cut."""
+def passed(made: Mapping[str, Sequence[Document]], name: str) -> str:
+    """Return the table of plain decoding: tasks, the share that passed here and as published, and answers cut."""
     known = next((rates for model, rates in PUBLISHED.items() if name.startswith(model)), {})
-    for cell in run.cells:
-        if cell.method == BASELINE:
-            rate = ABSENT if cell.passed is None else f"{100 * cell.passed[0] / cell.passed[1]:.1f}"
-            yield [
-                cell.label,
-                str(cell.num_prompts),
-                rate,
-                str(known.get(cell.suite, ABSENT)),
-                "0" if cell.cut is None else str(cell.cut[0]),
-            ]
+    rows = [
+        [
+            cell.label,
+            title,
+            str(cell.num_prompts),
+            ABSENT if cell.passed is None else f"{100 * cell.passed[0] / cell.passed[1]:.1f}",
+            str(known.get(cell.suite, ABSENT)),
+            "0" if cell.cut is None else str(cell.cut[0]),
+        ]
+        for title, runs in made.items()
+        for run in runs
+        for cell in run.cells
+        if cell.method == BASELINE
+    ]
+    return markdown(["suite", "run", "tasks", "passed %", "published %", "cut at the limit"], rows, left=2)
+
+
+def copied(runs: Sequence[Document]) -> str:
+    """Return the table of tokens per round that prompt lookup gains, and of what is left without the prompt."""
+    rows = []
+    for run in runs:
+        lengths = {cell.method: cell.value("al.pooled") for cell in run.cells}
+        whole, own = lengths.get(COPIES), lengths.get(COPIES_NO_PROMPT)
+        if whole and own and whole > 1:
+            left = f"{100 * (own - 1) / (whole - 1):.0f}"
+            rows.append([run.cells[0].label, number(whole, 2), number(own, 2), left])
+    return markdown(["suite", COPIES, COPIES_NO_PROMPT, "left of the gain, %"], rows, left=1)
+
+
+def lost(runs: Sequence[Document]) -> str:
+    """Return the table of the prompts on which each method is slower than plain decoding."""
+    heads = ["suite", "method", "weights", "prompts", "slower", "slowest", "median", "fastest"]
+    rows = [
+        [cell.label, cell.method, run.results.info.identity.quantize or "float32", *map(str, speeds)]
+        for run in runs
+        for cell in run.cells
+        if cell.method != BASELINE and (speeds := speed_ups(cell))
+    ]
+    return markdown(heads, rows, left=3)
+
+
+def speed_ups(cell: Cell) -> list[str]:
+    """Return the number of prompts, how many of them are slower than plain decoding, and their speed-ups' range."""
+    known = cell.sums[:, COLUMN["log_ratios"]] > 0
+    ratios = np.exp(cell.sums[known, COLUMN["log_ratio"]])
+    if not len(ratios):
+        return []
+    low, middle, high = np.quantile(ratios, [0, 0.5, 1])
+    return [str(len(ratios)), str(int((ratios < 1).sum())), *(f"{value:.2f}" for value in (low, middle, high))]
 
 
 def sha256(path: Path) -> str:
