@@ -41,7 +41,7 @@ def fetch(name: str, reference: str) -> hub.LocalCheckpoint:
     `name` is a key such as `dflash` or `dflash@a`. Raises UserError for weights of another kind, or damaged weights.
     """
     weights, at, tag = name.partition("@")
-    if weights == MTP and gguf.is_file(reference):
+    if weights in (MTP, *LANGUAGE_MODELS) and gguf.is_file(reference):
         reference = str(gguf.converted_folder(Path(reference)))
     draft = hub.fetch(reference, pickles=weights not in LANGUAGE_MODELS)
     held = _kind(draft.folder, weights)

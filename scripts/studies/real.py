@@ -48,7 +48,7 @@ HEAD = """# {model} on code
 
 {machine}.
 
-The target is the file of sha256 `{hash}`: its weights as stored, computed in float32, one prompt at a time on one
+The target is the file of sha256 `{hash}`: its weights as stored, computed in {dtype}, one prompt at a time on one
 thread, greedy, at most {tokens} new tokens. `ngram` and `suffix` need no draft: they copy what was said before, in the
 prompt and the answer so far, or in earlier answers.
 {doubts}
@@ -105,6 +105,9 @@ def options(parser: ArgumentParser) -> None:
         "--draft", action="append", default=[], metavar="METHOD=FOLDER", help="a draft to measure, too; may be repeated"
     )
     parser.add_argument("--limit", type=int, help="number of prompts of each suite (164 and 200)")
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="type of unquantised weights"
+    )
 
 
 def groups(drafts: Sequence[str]) -> list[Group]:
@@ -141,7 +144,7 @@ def make(work: Work, options: Namespace) -> Made:
                 "--max-new-tokens",
                 NUM_TOKENS,
                 "--dtype",
-                "float32",
+                options.dtype,
                 "--threads",
                 1,
                 *(["--energy"] if has_counters else []),
@@ -165,6 +168,7 @@ def page(work: Work, target: Path, made: Mapping[str, Sequence[Document]], has_c
         command=work.command,
         machine=first.environment.one_line(),
         hash=sha256(target),
+        dtype=first.identity.dtype,
         tokens=NUM_TOKENS,
         doubts=doubts(runs),
         sections="\n\n".join([*sections, picture]),
@@ -215,7 +219,12 @@ def lost(runs: Sequence[Document]) -> str:
     """Return the table of the prompts on which each method is slower than plain decoding."""
     heads = ["suite", "method", "weights", "prompts", "slower", "slowest", "median", "fastest"]
     rows = [
-        [cell.label, cell.method, run.results.info.identity.quantize or "float32", *map(str, speeds)]
+        [
+            cell.label,
+            cell.method,
+            run.results.info.identity.quantize or run.results.info.identity.dtype,
+            *map(str, speeds),
+        ]
         for run in runs
         for cell in run.cells
         if cell.method != BASELINE and (speeds := speed_ups(cell))

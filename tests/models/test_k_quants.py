@@ -117,6 +117,23 @@ def test_the_studys_page_has_every_run(made: dict[str, list[Document]], file: Pa
         assert len([line for line in of_suite if len(line) == 4]) == 1  # copies
 
 
+def test_another_file_drafts_for_it(file: Path, tmp_path: Path) -> None:
+    other = k_quants.quantised(file.with_name("plain.gguf"), tmp_path / "small-q4_k_m.gguf", seed=1)
+    run = db.run(
+        target=str(file),
+        drafts={"draft-model": str(other)},
+        suite="gsm8k",
+        data="embedded",
+        limit=2,
+        methods=["draft-model"],
+        max_new_tokens=24,
+        threads=1,
+        out=tmp_path / "run",
+    )
+    (cell,) = (cell for cell in document.read_document(run.folder).cells if cell.method == "draft-model")
+    assert cell.exact == (2, 2)
+
+
 def test_a_draft_is_trained_on_it(file: Path, tmp_path: Path) -> None:
     request = TrainRequest(
         target=str(file),
