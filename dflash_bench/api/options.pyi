@@ -5,6 +5,8 @@ from typing import TypedDict
 
 class Options(TypedDict, total=False):
     prompts: str | Path
+    prompt_column: str
+    answer_column: str
     every_answer: bool
     score: str
     data: str | Path

@@ -56,9 +56,20 @@ class PromptOptions:
         has_commas=True,
     )
     prompts: Path | None = _prompts(
-        "Your own prompts: JSON lines, a JSON array, Parquet, or a folder of such files, with prompt, turns, messages "
-        "or a log of requests in each row; files of Spec-Bench, SPEED-Bench and ShareGPT work as they are.",
+        "Your own prompts: JSON lines, a JSON array, Parquet, CSV or TSV with a prompt, question, instruction, text, "
+        "turns or messages in each row; text with a prompt per line; or a folder of such files, of text with a prompt "
+        "per file. Files of Spec-Bench, SPEED-Bench and ShareGPT work as they are.",
         metavar="FILE|FOLDER",
+    )
+    prompt_column: str | None = _prompts(
+        "The column of --prompts that holds the prompt, if it has another name.",
+        metavar="NAME",
+        needs=(condition(lambda options: options.prompts is not None, "without --prompts"),),
+    )
+    answer_column: str | None = _prompts(
+        "The column of --prompts that holds the right answer, if it has another name.",
+        metavar="NAME",
+        needs=(condition(lambda options: options.prompts is not None, "without --prompts"),),
     )
     every_answer: bool = _prompts(
         "Of conversations in --prompts, generate each recorded answer again from what stood before it, not only the "

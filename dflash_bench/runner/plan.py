@@ -353,11 +353,13 @@ def prompts_of(request: RunRequest, model: Preset) -> list[Loaded]:
     loaded = [suites.load_prompts(suite, data, limit, balance, padded=padded) for suite in known]
     if request.prompts is not None:
         from dflash_bench.tasks import prompts
+        from dflash_bench.tasks.prompt_columns import Columns
 
         scorer = request.score or "none"
         columns = list(scorers.columns(scorer))
+        chosen = Columns(request.prompt_column, request.answer_column)
         own = {"every_answer": request.every_answer, "padded": padded}
-        loaded.append(prompts.load(request.prompts, limit, scorer, columns, balance, **own))
+        loaded.append(prompts.load(request.prompts, limit, scorer, columns, balance, chosen=chosen, **own))
     if request.score is not None and is_evaluated(request.score):
         loaded = _scored_by(request.score, loaded)
     return suites.without_first(loaded, request.skip) if request.skip else loaded

@@ -16,7 +16,7 @@ from dflash_bench.core import files
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.types import Prompt
 from dflash_bench.tasks import functions, origins, suites
-from dflash_bench.tasks.prompts import SUFFIXES, rows_in
+from dflash_bench.tasks.prompt_files import SUFFIXES, rows_in
 from dflash_bench.tasks.rows import Rows
 from dflash_bench.tasks.suites import Suite
 

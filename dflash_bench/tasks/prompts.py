@@ -16,11 +16,12 @@ from typing import Any
 
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.files import io_error, require_file
 from dflash_bench.core.types import SESSION, Prompt
 from dflash_bench.tasks import functions, origins
 from dflash_bench.tasks.conversations import MESSAGES, RecordedChat, answers_in, in_text, is_talk, of_messages, tools_of
-from dflash_bench.tasks.rows import Row, Rows, csv_rows, json_lines, parquet_rows
+from dflash_bench.tasks.prompt_columns import USUAL, Columns, found, listed
+from dflash_bench.tasks.prompt_files import REQUEST, is_parquet, is_trace, rows_in
+from dflash_bench.tasks.rows import Row, Rows, parquet_rows
 from dflash_bench.tasks.suites import (
     Loaded,
     Suite,
@@ -33,96 +34,6 @@ from dflash_bench.tasks.suites import (
     name_of,
     text_of,
 )
-
-# Rows of a user's own files: JSON lines, a JSON array, an agent trace, CSV, Parquet, and folders of them.
-
-
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
-"""The files read from a folder; a file that is named itself is recognised by its content, except CSV."""
-PARQUET = b"PAR1"
-MOST_WHOLE = 1 << 30
-"""Largest size in bytes of a JSON file that is one object, which is read as a whole."""
-
-
-def rows_in(path: Path) -> Rows:
-    """Yield rows from a file, or from all files in a folder and below it, by name; from a trace, its requests.
-
-    Raises UserError for a folder without such files, and for unreadable content.
-    """
-    for file in _files_in(path) if os.path.isdir(path) else [path]:
-        for where, row in _rows(file):
-            yield from _requests(where, row) if _is_trace(row) else [(where, row)]
-
-
-def _files_in(folder: Path) -> list[Path]:
-    try:
-        found = sorted(file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-    except OSError as error:
-        raise io_error("read", folder, error) from error
-    shown = [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
-    if not shown:
-        raise UserError(f"no prompts in the folder {folder}: it holds no file that ends in {', '.join(SUFFIXES)}")
-    return shown
-
-
-def _rows(path: Path) -> Rows:
-    start = _start(path)
-    if _is_parquet(path):
-        return parquet_rows(path)
-    if path.suffix == ".csv":
-        return csv_rows(path)
-    first = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-    if first == b"[":
-        return files.rows_of(path)
-    if first == b"{" and path.suffix == ".json" and not _is_in_lines(path):
-        return _row_of_whole(path)
-    return json_lines(path)
-
-
-def _is_parquet(path: Path) -> bool:
-    return not os.path.isdir(path) and (path.suffix == ".parquet" or _start(path).startswith(PARQUET))
-
-
-def _start(path: Path) -> bytes:
-    require_file(path)
-    try:
-        with path.open("rb") as file:
-            return file.read(4096)
-    except OSError as error:
-        raise io_error("read", path, error) from error
-
-
-def _is_in_lines(path: Path) -> bool:
-    """Return whether the first line that is not blank is a complete object."""
-    line = next((line for line in files.lines_of(path) if line.strip()), "")
-    try:
-        return isinstance(files.parse_json("", line), dict)
-    except UserError:
-        return False
-
-
-def _row_of_whole(path: Path) -> Rows:
-    if path.stat().st_size > MOST_WHOLE:
-        raise UserError(
-            f"{path} has more than {MOST_WHOLE >> 30} GiB; write it as JSON lines or Parquet, which need less memory"
-        )
-    yield f"{path} row 1", files.json_of(path)
-
-
-def _is_trace(row: Row) -> bool:
-    """Return whether a row holds agents' sessions: {"conversations": [[{"messages": [...]}, ...], ...]}."""
-    conversations = row.get("conversations")
-    return isinstance(conversations, list) and any(isinstance(one, list) for one in conversations)
-
-
-def _requests(where: str, row: Row) -> Rows:
-    for session, requests in enumerate(row["conversations"]):
-        for number, request in enumerate(requests if isinstance(requests, list) else [requests]):
-            if not isinstance(request, dict):
-                raise UserError(f"{where}: request {number} of session {session} must be an object with messages")
-            place = {"id": f"{session}-{number}", SESSION: session, REQUEST: number}
-            yield f"{where} request {session}-{number}", place | request
-
 
 LOGS = ("conversations", "conversation", "messages_json", "trajectory")
 """Other names of `messages`: ShareGPT, WildChat, agents' trajectories."""
@@ -140,11 +51,11 @@ REFERENCES = ("reference", "answer")
 OPTIONAL = (*IDS, "category", *REFERENCES, "tools")
 """Keys that a row may have; without this list a mistyped key would go unnoticed."""
 KNOWN = (*FORMS, *OPTIONAL)
+ANY = Columns()
+"""No column is named."""
 LIKE_A_KNOWN_KEY = 0.85
 """Similarity (difflib's ratio) above which an unknown key is reported as mistyped."""
 MOST_NAMED = 3
-REQUEST = "request"
-"""The column that numbers the requests of a session."""
 
 
 @dataclass(slots=True)
@@ -156,12 +67,14 @@ class _Remarks:
     as_json: list[str] = field(default_factory=list)
     """Prompts that are JSON, and are sent unchanged."""
 
+    columns: dict[str, None] = field(default_factory=dict)
+    """What prompts were made of that have none of the `FORMS`, in the order found."""
+
     def notes(self) -> list[str]:
         left_out = "conversations hold no message of the user, and are left out"
         said = {left_out: self.empty, "prompts are JSON, and are asked as they are": self.as_json}
-        return [
-            f"{len(places)} {what}, such as {', '.join(places[:MOST_NAMED])}" for what, places in said.items() if places
-        ]
+        told = [f"{len(all_)} {what}, such as {', '.join(all_[:MOST_NAMED])}" for what, all_ in said.items() if all_]
+        return [*(f"read {columns}" for columns in self.columns), *told]
 
 
 def load(
@@ -171,10 +84,13 @@ def load(
     columns: Sequence[str] = (),
     balance: str | None = None,
     *,
+    chosen: Columns = ANY,
     every_answer: bool = False,
     padded: bool = True,
 ) -> Loaded:
     """Load the prompts of a file or folder; `columns` are those that the scorer reads besides the reference.
+
+    `chosen` names the columns of prompt and answer; without names they are those of `FORMS` or `prompt_columns.USUAL`.
 
     With `every_answer`, each answer recorded in a conversation is a prompt, not only the last. `suites.draw` uses
     `limit` and `balance`; unless prompts are `padded` with others, only those drawn are made. The notes list rows left
@@ -183,14 +99,15 @@ def load(
     suite = Suite(name="prompts", version=1, title="your prompts", source=str(path), scorer=scorer)
     source = f"{'folder' if os.path.isdir(path) else 'file'} {path}"
     remarks, read = _Remarks(), {*KNOWN, *columns}
-    made = partial(_prompt, is_scored=scorer != "none", remarks=remarks)
-    rows = _answers_of(rows_in(path)) if every_answer else rows_in(path)
+    made = partial(_prompt, is_scored=scorer != "none", remarks=remarks, chosen=chosen)
+    rows = _answers_of(rows_in(path), chosen) if every_answer else rows_in(path)
+    made = partial(made, chosen=ANY) if every_answer else made
     if padded or balance is not None or limit is None:
         found = (made(where, index, row) for index, (where, row) in enumerate(rows))
         prompts = [prompt for prompt in found if prompt is not None]
         num_rows = len(prompts)
     else:
-        alone = None if every_answer or not _is_parquet(path) else _of_parquet(suite, path, source, limit, made)
+        alone = None if every_answer or not is_parquet(path) else _of_parquet(suite, path, source, limit, made)
         if alone is None:
             remarks.empty.clear()
             remarks.as_json.clear()
@@ -199,6 +116,8 @@ def load(
         raise UserError(f"{source}: --every-answer needs conversations with an answer after a message of the user")
     if remarks.empty and not prompts:
         raise UserError(f"{source}: {remarks.notes()[0]}")
+    if not num_rows:
+        raise UserError(f"{source} holds no prompts")
     loaded = draw(suite, prompts, source, limit, {*read, functions.FUNCTIONS}, balance)
     notes = (*remarks.notes(), *_notes(path, loaded.prompts, columns))
     return replace(loaded, num_rows=num_rows, notes=notes, revision=origins.in_cache([path]))
@@ -210,12 +129,12 @@ def _of_parquet(
     """Return the result of `first_drawn`, reading only ids first; None if rows may hold several prompts, or none."""
     numbers, num_rows = first_drawn(suite, parquet_rows(path, IDS), source, limit, _id, lambda _, index, row: index)
     rows = zip(numbers, parquet_rows(path, chosen=numbers), strict=True)
-    prompts = [None if _is_trace(row) else made(where, index, row) for index, (where, row) in rows]
+    prompts = [None if is_trace(row) else made(where, index, row) for index, (where, row) in rows]
     found = [prompt for prompt in prompts if prompt is not None]
     return (found, num_rows) if len(found) == len(numbers) else None
 
 
-def _answers_of(rows: Rows) -> Rows:
+def _answers_of(rows: Rows, chosen: Columns) -> Rows:
     """Yield a row for each recorded answer of each conversation, with the messages up to and including it.
 
     Its id is the conversation's, which is its `session`, and its number there. The requests of a trace are such rows
@@ -225,6 +144,7 @@ def _answers_of(rows: Rows) -> Rows:
         if SESSION in row and REQUEST in row:
             yield where, row
             continue
+        row = _usual(where, row, chosen)
         form, messages, tools = _messages_of(where, row)
         known = next((str(row[key]) for key in (SESSION, "session_id", *IDS) if _is_given(row, key)), str(index))
         of_row = {key: value for key, value in row.items() if key not in (form, *IDS, *REFERENCES)}
@@ -246,12 +166,18 @@ def _messages_of(where: str, row: Row) -> tuple[str, list[Any], Any]:
     return form, value, tools
 
 
-def _prompt(where: str, index: int, row: Row, is_scored: bool, remarks: _Remarks) -> Prompt | None:
+def _prompt(where: str, index: int, row: Row, is_scored: bool, remarks: _Remarks, chosen: Columns) -> Prompt | None:
     """Return the prompt of a row; None if it is left out."""
+    if chosen.prompt is None and not _forms(row):
+        columns, answer = found(row)
+        and_answer = "" if answer is None else f", {answer} as the right answer"
+        remarks.columns |= {f"{' and '.join(columns)} as the prompt{and_answer}": None} if columns else {}
+    row = _usual(where, row, chosen)
     forms = _forms(row)
-    if len(forms) != 1:
-        told = f"needs one of {', '.join(FORMS)}; has {' and '.join(forms) or _none(row)}"
-        raise UserError(f"{where}: {told}")
+    if not forms:
+        raise UserError(f"{where}: no prompt: {_none(row)}")
+    if len(forms) > 1:
+        raise UserError(f"{where}: {' and '.join(forms)} hold a prompt each; name one with --prompt-column")
     talk = _conversation(where, forms[0], row, remarks)
     if talk is None:
         remarks.empty.append(where)
@@ -285,12 +211,16 @@ def _forms(row: Row) -> list[str]:
     return given if functions.is_in_turns(row) else [form for form in given if form != functions.TURNS]
 
 
+def _usual(where: str, row: Row, chosen: Columns) -> Row:
+    return chosen.applied(where, row, FORMS, bool(_forms(row)))
+
+
 def _none(row: Row) -> str:
-    """Return why no column named after a form counts, or which suite the row belongs to."""
-    if row.get(functions.TURNS) is not None:
-        return f"{functions.TURNS}, which is read as {FORMS[functions.TURNS]}; call the column of a text prompt"
-    null = [form for form in FORMS if form in row]
-    return f"{' and '.join(null)}, but null" if null else f"none{_suite_of(row)}"
+    """Return why no column counts as a prompt, and which suite the row may belong to."""
+    empty = [column for column in (*FORMS, *(one for texts in USUAL for one in texts)) if column in row]
+    if empty:
+        return f"{' and '.join(dict.fromkeys(empty))}: empty, or not a text"
+    return f"{listed(row)}; name one with --prompt-column{_suite_of(row)}"
 
 
 def _suite_of(row: Row) -> str:

@@ -22,6 +22,8 @@ BYTES_AT_A_TIME = 1 << 24
 BYTES_PER_VALUE = 8
 """Bytes of a number, or of a reference to a text, even if the file stores it only once."""
 BUFFER_BYTES = 1 << 20
+SEPARATORS = ",\t;"
+"""Of a table's cells; the first one in its first line counts."""
 
 Row = Mapping[str, Any]
 Rows = Iterator[tuple[str, Row]]
@@ -69,12 +71,15 @@ def _as_row(where: str, row: Any) -> Row:
 
 
 def csv_rows(path: Path) -> Rows:
-    """Yield rows from a CSV file whose first line names its columns; an empty cell becomes None.
+    """Yield rows from a table whose first line names its columns; an empty cell becomes None.
 
-    Raises UserError for a line with more cells than columns, and for invalid CSV.
+    Cells are separated by commas, or by tabs or semicolons if the first line has those and no comma. Raises UserError
+    for a line with more cells than columns, and for invalid CSV.
     """
     csv.field_size_limit(LONGEST_LINE)
-    lines = csv.DictReader((f"{line}\n" for line in files.lines_of(path)), strict=True)
+    head = next(files.lines_of(path), "")
+    separator = next((one for one in SEPARATORS if one in head), SEPARATORS[0])
+    lines = csv.DictReader((f"{line}\n" for line in files.lines_of(path)), strict=True, delimiter=separator)
     try:
         if len(set(lines.fieldnames or ())) < len(lines.fieldnames or ()):
             raise UserError(f"{path} line 1: two columns have the same name")

@@ -186,7 +186,7 @@ def test_plain_decoding_that_fails_ends_it(
         ),
         (("--suite", "gsm8k", "--temperature", "0,1"), "--temperature: a race is for one way of decoding"),
         (("--suite", "gsm8k", "--concurrency", "64"), "--concurrency 64 is more than the 32 prompts of gsm8k"),
-        (("--prompts", "none.jsonl"), "no rows for suite 'prompts'"),
+        (("--prompts", "none.jsonl"), "holds no prompts"),
         (("--suite", "gsm8k", "--for", "soon"), "--for takes a time above 0"),
         ((), "no prompts given"),
     ],

@@ -32,6 +32,8 @@ STOP = "as far as this test goes"
 VALUES: dict[str, tuple[Any, Any]] = {
     "suites": (["gsm8k", "code"], ("gsm8k", "code")),
     "prompts": ("p.jsonl", Path("p.jsonl")),
+    "prompt_column": ("ask", "ask"),
+    "answer_column": ("right", "right"),
     "every_answer": (True, True),
     "score": ("math", "math"),
     "data": ("embedded", "embedded"),

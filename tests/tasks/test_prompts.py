@@ -49,8 +49,9 @@ def test_own_prompts_come_in_three_forms(tmp_path: Path) -> None:
 @each(
     ("row", "message"),
     [
-        ({"text": "Hi"}, f"needs one of {', '.join(prompts.FORMS)}; has none"),
-        ({"prompt": "Hi", "turns": ["Hi"]}, f"needs one of {', '.join(prompts.FORMS)}; has prompt and turns"),
+        ({"words": "Hi", "n": 1}, "no prompt: its columns are words, n; name one with --prompt-column"),
+        ({"text": " ", "n": 1}, "no prompt: text: empty, or not a text"),
+        ({"prompt": "Hi", "turns": ["Hi"]}, "prompt and turns hold a prompt each; name one with --prompt-column"),
         ({"prompt": ["Hi", 1]}, f"prompt must be a string, a list of strings, one per turn, or {MESSAGES}"),
         ({"turns": "Hi"}, "turns must be a list of strings"),
         ({"messages": []}, f"messages must be {MESSAGES}"),
@@ -73,7 +74,7 @@ def test_a_bad_prompt_of_the_user_is_refused_with_what_is_allowed(tmp_path: Path
 def test_a_prompts_file_that_is_missing_empty_or_repeats_an_id_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     assert f"{path}: No such file" in refusal(prompts.load, path)
-    assert f"{path}: no rows" in refusal(prompts.load, own(tmp_path))
+    assert f"{path} holds no prompts" in refusal(prompts.load, own(tmp_path))
     assert f"{path}: rows 1 and 2 " in refusal(
         prompts.load, own(tmp_path, {"prompt": "Hi", "id": 1}, {"prompt": "Why?"})
     )
