@@ -64,6 +64,7 @@ def run(
     if as_json:
         say(json_text(report.as_json(document)))
     else:
+        say(f"{report.named(document, terminal_width())}\n")
         show(report.screen(document, terminal_width()))
         say(next_commands(folder))
     if any(finding.forbids for finding in document.findings):
@@ -116,8 +117,8 @@ def recommend(
 
     Exit status 1: a method gave answers that are not the model's own. It is out of the race.
     """
-    from dflash_bench.racing import recommendation as shown
     from dflash_bench.racing import rounds
+    from dflash_bench.racing.screen import screen
 
     try:
         made = rounds.decide(request, out, note)
@@ -127,8 +128,7 @@ def recommend(
     if as_json:
         say(json_text(made.data))
     else:
-        say(shown.text(made, terminal_width(100)), end="")
-        note(f"wrote {made.folder / 'recommendation.md'}")
+        say(screen(made, terminal_width(80)), end="")
     if made.is_wrong:
         sys.exit(1)
 

@@ -32,6 +32,12 @@ def shortened(text: str, most: int) -> str:
     return f"{text[:head]} [...] {text[len(text) - (most - head) :]}"
 
 
+def clipped(text: str, most: int) -> str:
+    """Return a text of at most `most` visible characters; a longer one ends in " ..."."""
+    text = visible(text)
+    return text if len(text) <= most else f"{text[: most - 4]} ..."
+
+
 WIDTH = 100
 """Columns of text for people if no terminal reports its width."""
 

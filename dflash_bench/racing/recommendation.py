@@ -26,10 +26,10 @@ from dflash_bench.report.tables import Column, ReportTable, Section, TableRow, V
 OUTCOMES = {
     "baseline": "plain decoding",
     "leads": "the fastest",
-    "level": "as fast as the fastest",
+    "level": "as fast as the best",
     "behind": "not in the faster half",
-    "slower": "slower than the fastest",
-    "no_gain": f"within {100 * WORTH:.0f} % of the fastest",
+    "slower": "slower than the best",
+    "no_gain": f"within {100 * WORTH:.0f} % of the best",
     "below_plain": "slower than plain decoding",
     "wrong": "out: wrong answers",
     "failed": "out: failed",
@@ -43,7 +43,7 @@ WHYS = {
     "drifted": "was sped up by more than its tokens per round, which is impossible: the machine's speed drifted",
 }
 LEGEND = (
-    "vs. fastest: the speed-up divided by that of the fastest method, on the prompts that both answered. tokens/s "
+    "vs. best: the speed-up divided by that of the fastest draft, on the prompts that both answered. tokens/s "
     "of all answers together, and ms per token of one, are plain decoding's times the ratio to plain decoding in the "
     "same runs. The fastest is chosen by these figures, so its own are slightly optimistic."
 )
@@ -123,15 +123,19 @@ class Recommended:
         return f"<pre>{escape(str(self))}</pre>"
 
 
+def title(found: Recommended) -> str:
+    is_unnamed = found.model == "server"
+    whose = " (the servers' model is unknown; name it with --target)" if is_unnamed else f" for {found.model}"
+    return f"Recommendation{whose}"
+
+
 def sections(found: Recommended) -> list[Section]:
     made = found.decisions
     drafting = list(dict.fromkeys(one.choice for one in made if one.verdict == "faster"))
-    is_unnamed = found.model == "server"
-    whose = " (the servers' model is unknown; name it with --target)" if is_unnamed else f" for {found.model}"
     parts = [
-        Section("decision", f"Recommendation{whose}", sentences=[*_by_load(made)]),
+        Section("decision", title(found), sentences=[*by_load(made)]),
         Section("changes", "When this changes", sentences=[*_changes(made)]),
-        Section("flags", "Server flags", sentences=[line for one in drafting for line in _flags(one, found)]),
+        Section("flags", "Server flags", sentences=[line for one in drafting for line in flags(one, found)]),
         Section("memory", "Memory", sentences=[line for one in drafting for line in _memory(one, found)]),
         _sliced(made),
         _tried(made),
@@ -215,7 +219,7 @@ def _context(one: Decision) -> str:
     return f"context {context_name(one.load.context)}" if one.load.context else ""
 
 
-def _by_load(made: Sequence[Decision]) -> Iterator[str]:
+def by_load(made: Sequence[Decision]) -> Iterator[str]:
     """Yield a sentence for each group of neighbouring loads with the same decision."""
     for context, of_context in groupby(made, key=_context):
         several = list(of_context)
@@ -333,7 +337,7 @@ def _lacks(one: Decision) -> str | None:
     return lacks
 
 
-def _flags(label: str, found: Recommended) -> Iterator[str]:
+def flags(label: str, found: Recommended) -> Iterator[str]:
     if label in found.served:
         yield f"{label}: as its server was started"
         return
@@ -394,7 +398,7 @@ def _load(one: Decision) -> str:
     return ", ".join(filter(None, [_context(one), f"concurrency {one.load.concurrency}"]))
 
 
-def _outcome(one: Decision, candidate: Candidate) -> str:
+def outcome(one: Decision, candidate: Candidate) -> str:
     """Return a method's outcome. A leader is only called the fastest if its intervals show it."""
     speedup = candidate.speedup
     if candidate.verdict != "leads":
@@ -412,7 +416,7 @@ def _tried(made: Sequence[Decision]) -> Section:
     columns = [
         Column("method", "method", "left"),
         Column("speedup", "speed-up [95 %]"),
-        Column("beside", "vs. fastest [95 %]", is_spare=True),
+        Column("beside", "vs. best [95 %]", is_spare=True),
         Column("length", "al.pooled", has_interval=False, is_spare=bool(measured)),
         Column("tokens_per_s", "tokens/s", digits=0),
         Column("ms_per_token", "ms/token"),
@@ -431,7 +435,7 @@ def _tried(made: Sequence[Decision]) -> Section:
                 candidate.ms_per_token,
                 *(candidate.measured.get(one.id) for one in measured),
                 candidate.num_prompts,
-                _outcome(one, candidate),
+                outcome(one, candidate),
             ],
             _load(one),
         )

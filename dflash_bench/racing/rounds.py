@@ -40,7 +40,7 @@ from dflash_bench.runner import budget, launch, plan, session
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import Axis, RunPlan
 from dflash_bench.runner.session import Progress
-from dflash_bench.runner.setup import check_fits, open_local
+from dflash_bench.runner.setup import check_fits, model_note, open_local
 from dflash_bench.servers import launch as servers_launch
 
 if TYPE_CHECKING:
@@ -94,6 +94,9 @@ def _race(
     asked, chosen, model = checked(request)
     race_runs = RaceRuns(asked, tuple(chosen), model, out, SharedEngine(chosen), tell, progress)
     sizes = race_runs.num_prompts()
+    if note := model_note(asked):
+        tell(f"note: {note}")
+        race_runs = replace(race_runs, request=replace(asked, model=asked.name))  # told once, and not in each round
     labels = tuple(method.label for method in chosen)
     with _clock(out, request, budget_s) as clock:
         races = [Race(load, labels) for load in _loads(asked)]

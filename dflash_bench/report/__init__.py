@@ -19,7 +19,7 @@ from dflash_bench.report.compare import IN_STRETCHES
 from dflash_bench.report.data import as_json, document_json
 from dflash_bench.report.document import ALLOWED, Document, read_document, require_answers
 from dflash_bench.report.html import MOST_ANSWERS, write_page
-from dflash_bench.report.screen import screen
+from dflash_bench.report.screen import named, screen
 from dflash_bench.report.tables import Section
 from dflash_bench.report.terminal import card, suites_text
 from dflash_bench.report.words import memory
@@ -35,6 +35,7 @@ __all__ = [
     "as_json",
     "card",
     "memory",
+    "named",
     "read_document",
     "require_answers",
     "screen",

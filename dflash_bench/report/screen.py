@@ -11,7 +11,7 @@ from dflash_bench.analysis.cells import Cell, Share
 from dflash_bench.analysis.metrics import BASELINE, METRICS, statistic_of
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
-from dflash_bench.core.labels import visible
+from dflash_bench.core.labels import clipped, visible
 from dflash_bench.core.methods import PLAIN, has_draft, is_lossy
 from dflash_bench.core.types import Settings
 from dflash_bench.report.document import Document, Mean, MethodLine, over_all
@@ -89,6 +89,13 @@ def screen(document: Document, width: int = WIDTH) -> Text:
     shown = Text("\n").join([*table, *([Text()] if table else []), *said, *warnings])
     shown.append("\n\n")
     return shown
+
+
+def named(document: Document, width: int = WIDTH) -> str:
+    """Return a line on what was measured: the model, and on what machine."""
+    info = document.results.info
+    machine = info.environment.one_line().partition(";")[0]
+    return clipped(f"{info.identity.target or info.identity.model} on {machine}", width)
 
 
 def _filled(text: str, indent: str, width: int) -> str:

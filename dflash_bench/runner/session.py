@@ -38,6 +38,7 @@ from dflash_bench.runner.setup import (
     judge_report,
     kernels_note,
     late,
+    model_note,
     open_local,
     open_servers,
     pass_of,
@@ -89,6 +90,8 @@ LONG_S = 1800.0
 """A run that is expected to take longer says so."""
 SAMPLE_S = 30.0
 """The least time to expect that from."""
+MOST_SHOWN = 4
+"""Methods whose speed-ups fit in a line."""
 BURST_S = 1.0
 """Answers that come this soon after the first, as do all that were decoded with it, tell nothing of the pace."""
 
@@ -178,12 +181,12 @@ class Progress(AbstractContextManager["Progress"]):
 
     def _speedups(self) -> list[str]:
         """Return a line per suite with its speed-ups so far, without intervals: they still move."""
-        by_suite: dict[str, list[str]] = {}
+        by_suite: dict[str, list[tuple[float, str]]] = {}
         for (suite, doing), plain in self.plain.items():
             own = self.tallies[suite, doing]
             if plain.tokens_per_s and own.tokens_per_s and not plain.num_accepted:
-                by_suite.setdefault(suite, []).append(f"{doing} {own.tokens_per_s / plain.tokens_per_s:.2f}x")
-        return [f"{suite}: {', '.join(several)} so far" for suite, several in by_suite.items()]
+                by_suite.setdefault(suite, []).append((own.tokens_per_s / plain.tokens_per_s, doing))
+        return [f"{suite}: {_fastest(several)} so far" for suite, several in by_suite.items()]
 
     def _left(self) -> str:
         """Estimate the time left from this process's answers only: earlier processes may have had another speed."""
@@ -193,6 +196,15 @@ class Progress(AbstractContextManager["Progress"]):
             return ""
         per_answer_s = (self.clock() - self.begun) / self.num_new
         return _in_words(per_answer_s * (self.total - self.num_stored - self.num_new))
+
+
+def _fastest(speedups: Sequence[tuple[float, str]]) -> str:
+    """Return the speed-ups in their order, of many methods the highest."""
+    shown = speedups if len(speedups) <= MOST_SHOWN else sorted(speedups, reverse=True)[:MOST_SHOWN]
+    left_out = len(speedups) - len(shown)
+    return ", ".join(
+        [*(f"{doing} {value:.2f}x" for value, doing in shown), *([f"{left_out} lower"] if left_out else [])]
+    )
 
 
 def _about(seconds: float) -> str:
@@ -293,7 +305,8 @@ def _opened(resolved: RunPlan, stack: ExitStack, caller: Caller) -> tuple[RunPla
         return resolved, stack.enter_context(opened_workers(resolved))
     if not resolved.request.asks_servers:
         resolved = check_fits(resolved)
-        for note in filter(None, (kernels_note(resolved), gpu_note(resolved.request))):
+        request = resolved.request
+        for note in filter(None, (model_note(request), kernels_note(resolved), gpu_note(request))):
             caller.tell(f"note: {note}")
         caller.begins(f"loading {resolved.request.name}")
         return resolved, (caller.opens or open_local)(resolved, caller.begins)

@@ -106,6 +106,16 @@ def gpu_note(request: RunRequest) -> str | None:
     return f"{no_gpu()}; the CPU computes this run"
 
 
+def model_note(request: RunRequest) -> str | None:
+    """Return a note if a user's own prompts are measured on nano, which nobody serves, because no model is named."""
+    if request.prompts is None or request.has_target or request.asks_servers:
+        return None
+    return (
+        "no model is named, so these prompts are measured on nano, a small model that comes with dflash-bench; this "
+        "says nothing about your model: name it with --model or --target"
+    )
+
+
 def fallen_back(about: Mapping[str, Any]) -> list[str]:
     """Return notes if the engine's own forward pass, its compiled kernels, or a GPU's fast paths could not be used."""
     paths: Mapping[str, Mapping[str, str | None]] = about.get("paths") or {}

@@ -103,9 +103,9 @@ def test_nothing_slower_than_plain_decoding_or_level_with_it_is_called_the_faste
     level, slower = "as fast as plain decoding", "slower than plain decoding"
     for value, outcome in ((2.0, "the fastest"), (1.02, level), (0.95, level), (0.5, slower)):
         one = Decision(Load(), "ngram", "unclear", span(value), (PLAIN, candidate("ngram", "leads", value)))
-        assert shown._outcome(one, one.candidates[1]) == outcome
+        assert shown.outcome(one, one.candidates[1]) == outcome
     few = replace(candidate("ngram", "leads", 2.0), speedup=Interval(2.0, None, None, 3))
-    assert shown._outcome(one, few) == "too few prompts to tell"
+    assert shown.outcome(one, few) == "too few prompts to tell"
 
 
 def test_a_servers_longest_context_follows_from_two_sizes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from dflash_bench.results.identity import settings_to_json
 from dflash_bench.runner import session
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import methods_of, model_of, modes_of, prompts_of
-from dflash_bench.runner.setup import configure_torch, device_and_dtype, gpu_note
+from dflash_bench.runner.setup import configure_torch, device_and_dtype, gpu_note, model_note
 from dflash_bench.tasks import sandbox
 from helpers import tiny
 from helpers.each import each
@@ -185,6 +186,18 @@ def test_a_gpu_that_only_the_driver_knows_is_named(main: Main, monkeypatch: pyte
     assert_refused(main(*words), torch.__version__, "H100 (driver 470.1)", "--device cpu")
     assert "H100" in str(gpu_note(RunRequest(model="qwen3-8b")))
     assert gpu_note(RunRequest(model="qwen3-8b", device="cpu")) is gpu_note(RunRequest()) is None
+
+
+def test_own_prompts_that_meet_nano_by_default_are_told_what_it_says() -> None:
+    mine = RunRequest(prompts=Path("mine.jsonl"))
+    assert "says nothing about your model" in str(model_note(mine))
+    others = (
+        {"model": "nano"},
+        {"target": "t"},
+        {"servers": ("plain=http://h",)},
+        {"prompts": None, "suites": ("gsm8k",)},
+    )
+    assert not any(model_note(replace(mine, **changes)) for changes in others)
 
 
 def test_own_prompts_come_after_the_suites_and_share_the_limit(tmp_path: Path) -> None:
