@@ -25,7 +25,7 @@ USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 PARTS = {
     "run": "run sweep recommend suites methods",
     "demo": "demo",
-    "diagnose": "verify-distribution profile doctor conform crosscheck",
+    "diagnose": "try verify-distribution profile doctor conform crosscheck",
     "models": "models fetch inspect convert build-datastore",
     "train": "train",
     "results": "runs index open compare import baseline check",

@@ -17,11 +17,32 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import json_text, write_text
 from dflash_bench.core.option import MOST_TOKENS, options_of, whole_numbers
 from dflash_bench.core.secrets import command
-from dflash_bench.core.terminal import note, say, status
+from dflash_bench.core.terminal import Stages, note, say, status, terminal_width
 from dflash_bench.core.types import Settings
 from dflash_bench.runner.config import RunRequest
 
 app = typer.Typer()
+
+
+@app.command("try", cls=Command)
+@options.with_options("served_model api_key_env")
+def try_server(
+    request: RunRequest,
+    url: Annotated[str, Argument(metavar="URL", help="The server's address, such as http://localhost:8000.")],
+    as_json: options.AsJson = False,
+) -> None:
+    """Show in a minute what a server is and whether it drafts.
+
+    Asks it for short answers to chat, code and mathematics, and shows its tokens per round, its speed and its time to
+    first token, whether it answers the same twice, and which published draft its model could use.
+    """
+    from dflash_bench.diagnose import show_tryout, tryout
+    from dflash_bench.runner import served
+
+    access = replace(served.access_of(request), timeout_s=tryout.ANSWER_S)
+    with Stages(keeps_times=False) as stages:
+        found = tryout.try_out(url, access, request.served_model, stages.begin)
+    say(json_text(found.data) if as_json else show_tryout.text(found, terminal_width()))
 
 
 @app.command(cls=Command)

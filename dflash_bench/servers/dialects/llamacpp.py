@@ -31,7 +31,10 @@ def identify(pages: Pages) -> ServerInfo | None:
     if "default_generation_settings" not in props:
         return None
     build = props.get("build_info")
-    known = {name: props[name] for name in ("total_slots", "model_path") if isinstance(props.get(name), str | int)}
+    facts = {**props, "n_ctx": as_object(props["default_generation_settings"]).get("n_ctx")}
+    known = {
+        name: facts[name] for name in ("total_slots", "model_path", "n_ctx") if isinstance(facts.get(name), str | int)
+    }
     return ServerInfo(build if isinstance(build, str) else None, known)
 
 

@@ -26,7 +26,7 @@ INFO = ("/server_info", "/get_server_info")
 """The new and the old name."""
 PROPERTIES = tuple(
     """
-    model_path dtype quantization kv_cache_dtype attention_backend tp_size speculative_algorithm
+    model_path context_length dtype quantization kv_cache_dtype attention_backend tp_size speculative_algorithm
     speculative_draft_model_path speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens
     disable_radix_cache
     """.split()
