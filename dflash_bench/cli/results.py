@@ -243,7 +243,9 @@ def check(
         Path | None,
         Option(metavar="FILE", help="Also write JSON for github-action-benchmark (customBiggerIsBetter) to FILE."),
     ] = None,
-    every: Annotated[bool, Option("--all", help="List the checks that passed, too.")] = False,
+    every: Annotated[
+        bool, Option("--all", help="List every check, failures first, in place of a line per method.")
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Fail on regressions against a baseline.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from statistics import geometric_mean
 from typing import Any
@@ -16,6 +16,7 @@ from dflash_bench.analysis.gate.checks import Check, GateOutcome
 from dflash_bench.analysis.metrics import BASELINE, METRICS
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.labels import wrapped
+from dflash_bench.core.methods import shown
 from dflash_bench.report import render
 from dflash_bench.report.tables import VAGUE, Column, ReportTable, Section, TableRow, in_markdown, p_value
 
@@ -44,10 +45,76 @@ def section(outcome: GateOutcome, checks: Sequence[Check]) -> Section:
 
 
 def text(outcome: GateOutcome, every: bool = False, width: int | None = None) -> str:
-    """Return the verdict, the failures, and with `every` all that passed; in logs, which have no width, a line each."""
-    failures, passed = outcome.failures, [check for check in outcome.checks if not check.failed]
-    shown = section(outcome, [*failures, *(passed if every else [])])
-    return "\n\n".join(filter(None, [wrapped(headline(outcome), width), render.terminal(shown, width)]))
+    """Return the verdict, and a line for each method; with `every` a line for each check, failures first.
+
+    In logs, which have no width, nothing is wrapped.
+    """
+    passed = [check for check in outcome.checks if not check.failed]
+    of_checks = section(outcome, [*outcome.failures, *passed] if every else [])
+    told = of_checks if every else _by_method(outcome)
+    return "\n\n".join(filter(None, [wrapped(verdict(outcome), width), render.terminal(told, width)]))
+
+
+SHOWN = {"speedup.decode": "speed-up", "al.pooled": "tokens/round", "exact": "exact", "passed": "passed"}
+"""The figures of a method's line, and their heads."""
+
+
+def _by_method(outcome: GateOutcome) -> Section:
+    """Return a row for each suite and method, the baseline in parentheses, and why any of them failed."""
+    checks: dict[tuple[str, str], list[Check]] = {}
+    for check in outcome.checks:
+        checks.setdefault((check.label, shown(check.method)), []).append(check)
+    figures = {key: found for key, several in checks.items() if (found := _figures(several))}
+    known = [name for name in SHOWN if any(name in found for found in figures.values())]
+    columns = [
+        Column("method", "method", "left"),
+        Column("result", "result", "left"),
+        *(Column(name, SHOWN[name]) for name in known),
+    ]
+    rows = [
+        TableRow([method, _result(checks[label, method]), *(found.get(name, "") for name in known)], label)
+        for (label, method), found in figures.items()
+    ]
+    has_baseline = any(check.kind in SHOWN and not check.is_floor for check in outcome.checks)
+    whys = [line for (label, method), several in checks.items() for line in _whys(f"{label} {method}".strip(), several)]
+    notes = section(outcome, ()).sentences
+    below = [*(["in parentheses: the baseline"] if rows and has_baseline else []), *whys]
+    table = ReportTable(columns, rows, "suite") if rows else None
+    return Section("check", table=table, sentences=[*below, *notes])
+
+
+def _result(checks: Sequence[Check]) -> str:
+    return "FAIL" if any(check.failed for check in checks) else "ok"
+
+
+def _whys(named: str, checks: Sequence[Check]) -> Iterator[str]:
+    """Yield a line for each reason for which checks of a method failed."""
+    whys: dict[str, list[str]] = {}
+    for check in checks:
+        if check.failed:
+            whys.setdefault(check.reason, []).append(check.figure)
+    for why, figures in whys.items():
+        yield f"FAIL {f'{named}: ' if named else ''}{', '.join(figures)}: {why}"
+
+
+def _figures(checks: Sequence[Check]) -> dict[str, str]:
+    """Return a method's figures as text; of several runs' the worst one."""
+    found: dict[str, Check] = {}
+    for check in sorted(checks, key=lambda one: (not one.is_floor, -one.change)):
+        if check.kind in SHOWN:
+            found[check.kind] = check  # the baseline's rather than a floor's, and the lowest
+    return {
+        kind: f"{check.found:.4g}" if check.is_floor else f"{check.found:.4g} ({check.expected:.4g})"
+        for kind, check in found.items()
+    }
+
+
+def verdict(outcome: GateOutcome) -> str:
+    """Return whether all checks passed, and how many there were."""
+    num_checks, num_failed = len(outcome.checks), len(outcome.failures)
+    if not num_failed:
+        return f"passed: {num_checks} checks{', but not speed, see below' if outcome.ungated else ''}"
+    return f"FAILED: {num_failed} of {num_checks} checks"
 
 
 def summary(outcome: GateOutcome) -> str:
@@ -66,10 +133,9 @@ def summary(outcome: GateOutcome) -> str:
 
 
 def headline(outcome: GateOutcome) -> str:
-    num_checks, failures = len(outcome.checks), outcome.failures
-    if not failures:
-        return f"passed: {num_checks} checks{', but not speed, see below' if outcome.ungated else ''}"
-    return f"FAILED: {len(failures)} of {num_checks} checks: {', '.join(check.name for check in failures)}"
+    """Return the verdict, with the names of the checks that failed."""
+    named = ", ".join(check.name for check in outcome.failures)
+    return f"{verdict(outcome)}{f': {named}' if named else ''}"
 
 
 def _row(check: Check) -> list[str]:
