@@ -50,8 +50,8 @@ def run(
     writes them, such as "dflash:8" (default: dflash). `model`: a name that `dflash-bench models` lists, or a folder
     (default: nano, the included model). `limit`: most prompts per suite. `out`: the folder to write, which must not
     exist (default: results/runs/TIME-MODEL); with `resume` the run to continue. `tell` is called with notes, which are
-    also in `Run.notes`. `options` are all others of `dflash-bench run --help` by their names, with _ for -: those with
-    several values take one or a sequence, drafts and servers map a method to a place, and `over` a name to values.
+    also in `Run.notes`. `options` are all others of `dflash-bench run --help-all` by their names, with _ for -: those
+    with several values take one or a sequence, drafts and servers map a method to a place, and `over` a name to values.
     `config` is a whole request, in place of everything except `out`, `resume` and `tell`.
 
     Raises UserError for options that contradict each other or have no effect, for models and prompts that cannot be

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +98,15 @@ LONGEST_NAME = 255
 
 class Command(TyperCommand):
     def format_epilog(self, ctx: Context, formatter: Any) -> None:  # type: ignore[override]
-        if examples := EXAMPLES.get(str(self.name)):
+        if examples := self.examples(ctx):
             with formatter.section("Examples"):
                 for line in examples:
                     for part in in_shell(line, formatter.width - formatter.current_indent):
                         formatter.write(f"{'':>{formatter.current_indent}}{part}\n")
+
+    def examples(self, ctx: Context) -> Sequence[str]:
+        """Return the examples to show."""
+        return EXAMPLES.get(str(self.name), ())
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
         typed, typed_params = self._typed(ctx, args)
@@ -221,11 +225,60 @@ def _refuse_empty_or_long(param: Any, text: object) -> None:
 class GroupedHelp(Command):
     """A command whose help groups options by heading, which typer does only with rich, which is slow to load."""
 
+    widest = 30
+    """Characters of an option's name beside which its help still stands."""
+
     def format_options(self, ctx: Context, formatter: Any) -> None:  # type: ignore[override]
         groups: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
-            if record := param.get_help_record(ctx):
-                groups.setdefault(getattr(param, "rich_help_panel", None) or "Options", []).append(record)
+        for heading, record in self.records(ctx):
+            groups.setdefault(heading, []).append(record)
         for heading, records in groups.items():
             with formatter.section(heading):
-                formatter.write_dl(records)
+                formatter.write_dl(records, col_max=self.widest)
+
+    def records(self, ctx: Context) -> Iterator[tuple[str, tuple[str, str]]]:
+        """Yield the heading of each option to show, and its names and its help."""
+        for param in self.get_params(ctx):
+            if record := param.get_help_record(ctx):
+                yield getattr(param, "rich_help_panel", None) or "Options", record
+
+
+WHOLE = "--help-all"
+
+
+class BriefHelp(GroupedHelp):
+    """A command whose --help shows the options that have a brief help, and --help-all all of them."""
+
+    widest = 40
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        if WHOLE in args:
+            ctx.meta[WHOLE] = True
+            args = ["--help"]
+        return super().parse_args(ctx, args)
+
+    def records(self, ctx: Context) -> Iterator[tuple[str, tuple[str, str]]]:
+        every = list(super().records(ctx))
+        if ctx.meta.get(WHOLE):
+            yield from every
+            return
+        briefs: Mapping[str, str] = self.callback.briefs  # type: ignore[union-attr]
+        heading = ""
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record and (brief := briefs.get(_name(param))):
+                heading = str(getattr(param, "rich_help_panel", ""))
+                yield heading, (record[0], brief)
+        yield heading, (WHOLE, f"Show all {len(every)} options.")
+
+    def format_help_text(self, ctx: Context, formatter: Any) -> None:  # type: ignore[override]
+        whole = self.help
+        try:
+            if not ctx.meta.get(WHOLE):
+                self.help = (whole or "").partition("\n\n")[0]
+            super().format_help_text(ctx, formatter)
+        finally:
+            self.help = whole
+
+    def examples(self, ctx: Context) -> Sequence[str]:
+        return super().examples(ctx)[: None if ctx.meta.get(WHOLE) else 1]

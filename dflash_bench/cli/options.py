@@ -58,6 +58,7 @@ def with_options(order: str = "", helps: Mapping[str, str] | None = None) -> Cal
             [*(one.replace(kind=Parameter.KEYWORD_ONLY) for one in placed), config]
         )
         from_options.__annotations__ = {}
+        from_options.briefs = {spec.flag: spec.brief for _, spec in specs.values() if spec.brief}  # type: ignore[attr-defined]
         return from_options
 
     return decorated

@@ -10,7 +10,7 @@ import typer
 from typer import Argument, Context, Option
 
 from dflash_bench.cli import net, options
-from dflash_bench.cli.command import Command, GroupedHelp, config_text
+from dflash_bench.cli.command import BriefHelp, Command, config_text
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import json_text, write_text
 from dflash_bench.core.labels import WIDTH, wrapped
@@ -22,7 +22,7 @@ from dflash_bench.runner.config import OutputOptions, RunRequest
 app = typer.Typer()
 
 
-@app.command(cls=GroupedHelp)
+@app.command(cls=BriefHelp)
 @options.with_options()
 def run(
     ctx: Context,
@@ -77,14 +77,14 @@ def run(
 
 app.command(
     "sweep",
-    cls=GroupedHelp,
+    cls=BriefHelp,
     help="Find the best value of an option.\n\n"
     "Measures several values of options or settings (--over) and names the fastest on this machine. All other options "
     "are those of 'run'.",
 )(run)
 
 
-@app.command(cls=GroupedHelp)
+@app.command(cls=BriefHelp)
 @options.with_options(
     " ".join([*(name for name, spec in options_of(RunRequest).items() if spec.in_race), "out as_json"]),
     helps={

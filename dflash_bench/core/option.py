@@ -55,6 +55,8 @@ class OptionSpec:
 
     heading: str
     help: str
+    brief: str = ""
+    """A line for the short help of commands with many options; without one, the option is in the whole help alone."""
     metavar: str | None = None
     flag: str = ""
     letter: str = ""

@@ -50,6 +50,7 @@ class PromptOptions:
 
     suites: tuple[str, ...] = _prompts(
         "A suite or a group of suites, from 'dflash-bench suites', or several with commas.",
+        brief="Suites of prompts, such as gsm8k or math.",
         default=(),
         flag="--suite",
         metavar="NAME[,NAME...]",
@@ -59,6 +60,7 @@ class PromptOptions:
         "Your own prompts: JSON lines, a JSON array, Parquet, CSV or TSV with a prompt, question, instruction, text, "
         "turns or messages in each row; text with a prompt per line; or a folder of such files, of text with a prompt "
         "per file. Files of Spec-Bench, SPEED-Bench and ShareGPT work as they are.",
+        brief="Your own prompts.",
         metavar="FILE|FOLDER",
     )
     prompt_column: str | None = _prompts(
@@ -111,7 +113,11 @@ class PromptOptions:
         in_race=False,
     )
     limit: int | None = _prompts(
-        "Use at most N prompts of each suite, the same ones on every machine.", metavar="N", minimum=1, most=10**7
+        "Use at most N prompts of each suite, the same ones on every machine.",
+        brief="At most N prompts of each.",
+        metavar="N",
+        minimum=1,
+        most=10**7,
     )
     skip: int | None = _prompts(
         "Leave out the first N prompts of those that --limit draws: --skip 8 --limit 16 measures the second eight.",
@@ -133,6 +139,7 @@ class PromptOptions:
     budget: str | None = _prompts(
         "Measure for this long, such as 90s, 5m or 1h, and choose prompts where intervals are widest, at most "
         "--limit of each suite. Loading models does not count; with --resume, earlier parts of the run do.",
+        brief="Measure for this long, such as 5m.",
         flag="--for",
         metavar="TIME",
         check=rules.check_budget,
@@ -175,6 +182,7 @@ class ModelOptions:
     methods: tuple[str, ...] = _models(
         "How tokens are drafted, from 'dflash-bench methods', or several with commas; NAME:N drafts N tokens per "
         "round. Default: dflash. Plain decoding always runs.",
+        brief="How tokens are drafted.",
         default=(),
         flag="--method",
         metavar="NAME[@LABEL][:KEY=VALUE,...]",
@@ -183,13 +191,17 @@ class ModelOptions:
     )
     model: str | None = _models(
         "A name from 'dflash-bench models', or a folder with target/ and a folder for each draft. Default: nano.",
+        brief="A known model. Default: nano.",
         metavar="NAME",
     )
     target: str | None = _models(
-        "Your own target instead of the model's: a folder or a hub id.", metavar="PATH|ID[@REV]"
+        "Your own target instead of the model's: a folder or a hub id.",
+        brief="Your own model.",
+        metavar="PATH|ID[@REV]",
     )
     drafts: tuple[str, ...] = _models(
         "Your own draft instead of the model's, or beside it as NAME@LABEL: a folder or a hub id; may be repeated.",
+        brief="Your own draft.",
         default=(),
         flag="--draft",
         metavar="NAME[@LABEL]=PATH|ID[@REV]",
@@ -218,6 +230,7 @@ class ServerOptions:
         "another method (NAME@LABEL=URL) for each server that drafts; a single one is measured without a speed-up. "
         "Give --model or --target, too, if the same weights are here, to send prompts as token ids and judge "
         "answers.",
+        brief="A live server; plain=URL decodes without drafts.",
         default=(),
         flag="--server",
         metavar="NAME=URL",
@@ -662,7 +675,12 @@ class RunRequest(MachineOptions, MeasurementOptions, DecodingOptions, ServerOpti
 class OutputOptions:
     """Where a run is stored, and when it counts as failed; no measurement depends on it."""
 
-    out: Path | None = _results("Folder for the results. Default: results/runs/TIME-MODEL.", letter="-o", metavar="DIR")
+    out: Path | None = _results(
+        "Folder for the results. Default: results/runs/TIME-MODEL.",
+        brief="Folder for the results.",
+        letter="-o",
+        metavar="DIR",
+    )
     resume: bool = _results(
         "Continue the unfinished run in --out; give the other options again as they were.",
         default=False,

@@ -166,12 +166,19 @@ def options_in(text: str) -> str:
     return text.partition("Prompts:")[2].partition("Examples:")[0]
 
 
-def test_help_names_every_option_once(main: Main) -> None:
-    status, out, _ = main("run", "--help")
+@each("command", ["run", "sweep", "recommend"])
+def test_help_is_brief(command: str, main: Main) -> None:
+    status, out, _ = main(command, "--help")
+    assert status == 0 and len(out.splitlines()) <= 25
+    assert {"--suite", "--prompts", "--method", "--target", "--help-all"} <= set(re.findall(r"--[a-z-]+", out))
+
+
+def test_help_all_names_every_option_once(main: Main) -> None:
+    status, out, _ = main("run", "--help-all")
     shown = re.findall(r"^  (?:-[a-z], )?(--[a-z-]+)", out, re.MULTILINE)
     declared = [spec.flag for group in (RunRequest, OutputOptions) for spec in options_of(group).values()]
     assert status == 0 and sorted(shown) == sorted([*declared, "--json", "--config", "--help"])
-    of_sweep = main("sweep", "--help")[1]
+    of_sweep = main("sweep", "--help-all")[1]
     assert options_in(of_sweep) == options_in(out)
 
 

@@ -57,7 +57,7 @@ print(json.dumps({
     "baseline": tool("baseline", "quiet", "--out", "base.json"),
     "check": tool("check", "busy", "--baseline", "base.json", "--all"),
     "plot": tool("plot", "quiet", "--format", "svg"),
-    "help": tool("run", "--help"),
+    "help": tool("run", "--help-all"),
 }))
 """
 
