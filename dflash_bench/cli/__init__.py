@@ -76,6 +76,13 @@ def program(*parts: str) -> typer.Typer:
     return app
 
 
+def _as_typed(words: list[str]) -> list[str]:
+    """Return the words of a command; `help run` is `run --help`, and help of everything is shown for no words."""
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
+    return words or ["--help"]
+
+
 def _parts(words: Sequence[str]) -> list[str]:
     """Return the file of the command that is typed; none for help, completion and errors, which name all commands."""
     return [part for part, commands in PARTS.items() if words and words[0] in commands.split()]
@@ -112,7 +119,8 @@ def main() -> None:
     try:
         _refuse_undecodable(sys.argv)
         with net.stopping_on_signals():
-            status = program(*_parts(sys.argv[1:]))(args=sys.argv[1:] or ["--help"], standalone_mode=False)
+            words = _as_typed(sys.argv[1:])
+            status = program(*_parts(words))(args=words, standalone_mode=False)
         sys.stdout.flush()  # a full disk is an error of this command
         sys.exit(status)
     except UserError as error:

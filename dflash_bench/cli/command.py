@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,10 @@ WHOLE = "--help-all"
 
 
 class BriefHelp(GroupedHelp):
-    """A command whose --help shows the options that have a brief help, and --help-all all of them."""
+    """A command whose --help shows the options that have a brief help, and --help-all all of them.
+
+    Words before its first option are suites: `run gsm8k` is `run --suite gsm8k`.
+    """
 
     widest = 40
 
@@ -255,7 +259,8 @@ class BriefHelp(GroupedHelp):
         if WHOLE in args:
             ctx.meta[WHOLE] = True
             args = ["--help"]
-        return super().parse_args(ctx, args)
+        suites = list(takewhile(lambda word: not word.startswith("-"), args))
+        return super().parse_args(ctx, [*(f"--suite={name}" for name in suites), *args[len(suites) :]])
 
     def records(self, ctx: Context) -> Iterator[tuple[str, tuple[str, str]]]:
         every = list(super().records(ctx))

@@ -17,7 +17,7 @@ from dflash_bench.core.labels import WIDTH, wrapped
 from dflash_bench.core.option import check_options, options_of
 from dflash_bench.core.secrets import command
 from dflash_bench.core.terminal import Stages, note, say, show, status, terminal_width, wide
-from dflash_bench.runner.config import OutputOptions, RunRequest
+from dflash_bench.runner.config import DEMO, OutputOptions, RunRequest, with_demo
 
 app = typer.Typer()
 
@@ -36,6 +36,7 @@ def run(
 
     Exit status 1: an answer failed, or is not the model's own output, or a finding forbids a speed-up.
     """
+    request = _with_prompts(request)
     if ctx.info_name == "sweep" and not request.over:
         from dflash_bench.runner import plan
 
@@ -73,6 +74,16 @@ def run(
     if num_failed and not output.allow:
         note(f"dflash-bench: {num_failed} of {len(rows)} answers failed; give --allow failed to accept that")
         sys.exit(1)
+
+
+def _with_prompts(request: RunRequest) -> RunRequest:
+    """Return the request; if it names no prompts, with a few embedded ones."""
+    if request.suites or request.prompts is not None:
+        return request
+    request = with_demo(request)
+    named = f"{', '.join(DEMO)} (embedded)"
+    note(f"no prompts are named, so {request.limit} of each of {named} are measured: name yours with --prompts")
+    return request
 
 
 app.command(
@@ -159,7 +170,10 @@ def _stopped(folder: Path) -> str:
 def suites(
     action: Annotated[
         list[str] | None,
-        Argument(metavar="[prepare NAME]", help="Lay out your own copy of a data set as the suite NAME reads it."),
+        Argument(
+            metavar="[NAME | prepare NAME]",
+            help="Show one suite or group, or lay out your own copy of a data set as the suite NAME reads it.",
+        ),
     ] = None,
     source: Annotated[
         Path | None, Option("--from", metavar="FOLDER", help="With prepare: the publisher's files, or one of them.")
@@ -173,15 +187,19 @@ def suites(
     Shows where they come from, how many prompts are embedded, and how answers are scored. What is prepared stays on
     this disk: several licences forbid redistribution.
     """
-    if action is not None:
+    if action is not None and action[0] == "prepare":
         _prepare(action, source, out or Path("data"))
         return
     if source is not None or out is not None:
         raise UserError(f"{'--from' if source is not None else '--out'} has no effect without prepare NAME")
     from dflash_bench import report
     from dflash_bench.tasks import sandbox
-    from dflash_bench.tasks.suites import known_groups, listings
+    from dflash_bench.tasks.suites import expand, known_groups, listings
 
+    if action is not None:
+        named = {suite.name for suite in expand(action)}
+        say(report.suites_text([one for one in listings() if one.suite.name in named], {}, wide()))
+        return
     say(report.suites_text(listings(), known_groups(), wide()))
     isolation = sandbox.strongest()
     nowhere = "is not run here, where it cannot be sandboxed; see 'run --unsafe-code'"

@@ -698,6 +698,16 @@ class OutputOptions:
     )
 
 
+DEMO = ("gsm8k", "math500", "humaneval", "mt_bench")
+"""Embedded suites that are measured where no prompts are named."""
+DEMO_LIMIT = 4
+
+
+def with_demo(request: RunRequest) -> RunRequest:
+    """Return the request with a few embedded prompts."""
+    return replace(request, suites=DEMO, data="embedded", limit=request.limit or DEMO_LIMIT)
+
+
 def require_prompts(request: RunRequest) -> None:
     """Raise UserError for a request without prompts."""
     if not request.suites and request.prompts is None:

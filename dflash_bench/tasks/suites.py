@@ -218,13 +218,14 @@ def in_style(several: Sequence[Suite], style: str) -> list[Suite]:
 
 
 def listings() -> list[SuiteListing]:
+    """Return all suites, those with embedded prompts first."""
     lines = []
     for suite in known_suites().values():
         groups = tuple(group for group, members in known_groups().items() if suite.name in members)
         shipped = data_folder() / "embedded" / suite.name / f"{suite.split}.jsonl"
         num_embedded = sum(1 for _ in json_lines(shipped)) if shipped.exists() else 0
         lines.append(SuiteListing(suite, groups, num_embedded))
-    return lines
+    return sorted(lines, key=lambda one: not one.num_embedded)
 
 
 def load_prompts(

@@ -317,7 +317,6 @@ NO_EFFECT = {
     "--suite gsm8k --method dflash:7 --block-size 8": "--block-size --method dflash",
     "--suite gsm8k --seed 3 --temperature 1e-6": "--seed temperature",
     "--suite gsm8k --audit all --temperature 1": "--audit temperature",
-    "--method dflash": "--suite --prompts",
     "--suite gsm8k --draft eagle3=a/b --method dflash": "--draft eagle3= --method",
     "--suite gsm8k --target a/b": "a/b --draft dflash=PATH",
     "--suite gsm8k --draft dflash": "--draft dflash: dflash=org/name",

@@ -192,7 +192,7 @@ def test_a_result_for_a_pipe_that_nobody_reads_is_one_line(here: Path, main: Mai
 
 def test_prompts_are_scored_and_what_nothing_reads_is_told(here: Path, main: Main) -> None:
     Path("mine.jsonl").write_text('{"prompt": "1 + 6?", "reference": ["7"], "id": "a", "sourc": ["b"]}\n')
-    asked = ("run", "--prompts", "mine.jsonl", "--score", "gsm8k_number", "--out", "new")
+    asked = ("run", "--model", "nano", "--prompts", "mine.jsonl", "--score", "gsm8k_number", "--out", "new")
     code, out, err = main(*asked)
     assert code == 0 and err.startswith("note: mine.jsonl") and " sourc " in err and err.count("\n") == 1
     assert "per round" in out

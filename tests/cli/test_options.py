@@ -13,7 +13,7 @@ from typer.main import get_command
 
 import dflash_bench as db
 from dflash_bench import cli
-from dflash_bench.cli import run
+from dflash_bench.cli import _as_typed, run
 from dflash_bench.cli.options import with_options
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import parse
@@ -21,7 +21,7 @@ from dflash_bench.core.option import check_options, options_of, to_json
 from dflash_bench.core.secrets import Arguments
 from dflash_bench.diagnose import doctor, profile
 from dflash_bench.runner import session
-from dflash_bench.runner.config import OutputOptions, RunRequest, ServerOptions, require_prompts
+from dflash_bench.runner.config import DEMO, OutputOptions, RunRequest, ServerOptions, require_prompts, with_demo
 from dflash_bench.runner.plan import swept
 from dflash_bench.training.config import TrainRequest
 from helpers.each import each
@@ -132,6 +132,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: Main) -> Callab
         requests.append(request)
         raise UserError(STOP)
 
+    monkeypatch.setattr(run, "_with_prompts", lambda request: request)
     for module, entry in ((session, "perform"), (doctor, "diagnose"), (profile, "profile")):
         monkeypatch.setattr(module, entry, perform)
 
@@ -435,3 +436,19 @@ def test_so_has_every_other_one_of_a_command() -> None:
     whole = [(name, param) for name, param in params if getattr(param, "min", None) is not None]
     assert [(name, param.name) for name, param in whole if param.max is None and param.name not in declared] == []
     assert len(whole) > 20
+
+
+def test_a_suite_may_be_named_without_its_option(asked: Callable[..., RunRequest]) -> None:
+    assert asked("gsm8k", "math500", "--limit", 2) == RunRequest(suites=("gsm8k", "math500"), limit=2)
+
+
+def test_without_prompts_a_few_embedded_ones_are_measured(main: Main) -> None:
+    code, _, told = main("run", "--method", "nothing")
+    assert code == 2 and told.startswith("no prompts are named, so 4 of each of gsm8k,") and "'nothing'" in told
+    assert with_demo(RunRequest(limit=2)) == RunRequest(suites=DEMO, data="embedded", limit=2)
+
+
+def test_help_of_a_command_is_also_its_own_word() -> None:
+    assert _as_typed(["help", "run"]) == ["run", "--help"]
+    assert _as_typed(["help"]) == _as_typed([]) == ["--help"]
+    assert _as_typed(["run", "help"]) == ["run", "help"]
