@@ -34,7 +34,25 @@ PARTS = {
 """The files of commands in the order of --help, and their commands."""
 
 
+JOBS = {
+    "Measure": "run sweep try demo",
+    "Decide": "recommend replay profile doctor",
+    "Read": "report compare runs open card movie plot index import",
+    "Gate": "baseline check",
+    "Drafts and models": "models fetch inspect convert train build-datastore",
+    "Prompts and methods": "suites methods",
+    "Check the engine": "conform verify-distribution",
+}
+"""Commands by what they are for, as --help shows them."""
+
+
 class Root(TyperGroup):
+    def format_commands(self, ctx: Context, formatter: Any) -> None:  # type: ignore[override]
+        for heading, names in JOBS.items():
+            with formatter.section(heading):
+                told = [(name, str(self.commands[name].help).partition("\n")[0].rstrip(".")) for name in names.split()]
+                formatter.write_dl(told)
+
     def get_params(self, ctx: Context) -> Any:  # type: ignore[override]
         params = super().get_params(ctx)
         for param in params:

@@ -98,6 +98,31 @@ LONGEST_NAME = 255
 
 
 class Command(TyperCommand):
+    widest = 30
+    """Characters of a name beside which its help still stands."""
+
+    def collect_usage_pieces(self, ctx: Context) -> list[str]:  # type: ignore[override]
+        return [self.options_metavar or "", *(_name(param) for param in self.get_params(ctx) if is_argument(param))]
+
+    def format_options(self, ctx: Context, formatter: Any) -> None:  # type: ignore[override]
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for heading, record in self.records(ctx):
+            groups.setdefault(heading, []).append(record)
+        for heading, records in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(records, col_max=self.widest)
+
+    def records(self, ctx: Context) -> Iterator[tuple[str, tuple[str, str]]]:
+        """Yield the heading of each parameter to show, and its name and help, arguments first."""
+        for param in sorted(self.get_params(ctx), key=lambda param: not is_argument(param)):
+            if (record := param.get_help_record(ctx)) is None:
+                continue
+            names = _name(param) if is_argument(param) else record[0]
+            yield self.heading(param), (names, _without_ranges(record[1]))
+
+    def heading(self, param: Any) -> str:
+        return "Arguments" if is_argument(param) else "Options"
+
     def format_epilog(self, ctx: Context, formatter: Any) -> None:  # type: ignore[override]
         if examples := self.examples(ctx):
             with formatter.section("Examples"):
@@ -206,6 +231,19 @@ def _refuse_odd(typed: Mapping[str, Any], typed_params: Sequence[Any]) -> None:
             _refuse_empty_or_long(param, text)
 
 
+def _without_ranges(text: str) -> str:
+    """Return an option's help without what typer adds: ranges of numbers, which errors tell, and "required"."""
+    head, opens, rest = text.rpartition("  [")
+    if not opens:
+        return text
+    kept = [part for part in rest.removesuffix("]").split("; ") if part != "required" and not {"<", ">"} & {*part}]
+    return f"{head}  [{'; '.join(kept)}]" if kept else head
+
+
+def is_argument(param: Any) -> bool:
+    return not isinstance(param, TyperOption)
+
+
 def _name(param: Any) -> str:
     """Return the name of a parameter as in help: --limit, RUN."""
     return str(max(param.opts, key=len) if isinstance(param, TyperOption) else param.metavar or param.name)
@@ -226,22 +264,8 @@ def _refuse_empty_or_long(param: Any, text: object) -> None:
 class GroupedHelp(Command):
     """A command whose help groups options by heading, which typer does only with rich, which is slow to load."""
 
-    widest = 30
-    """Characters of an option's name beside which its help still stands."""
-
-    def format_options(self, ctx: Context, formatter: Any) -> None:  # type: ignore[override]
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for heading, record in self.records(ctx):
-            groups.setdefault(heading, []).append(record)
-        for heading, records in groups.items():
-            with formatter.section(heading):
-                formatter.write_dl(records, col_max=self.widest)
-
-    def records(self, ctx: Context) -> Iterator[tuple[str, tuple[str, str]]]:
-        """Yield the heading of each option to show, and its names and its help."""
-        for param in self.get_params(ctx):
-            if record := param.get_help_record(ctx):
-                yield getattr(param, "rich_help_panel", None) or "Options", record
+    def heading(self, param: Any) -> str:
+        return getattr(param, "rich_help_panel", None) or super().heading(param)
 
 
 WHOLE = "--help-all"

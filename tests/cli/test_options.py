@@ -448,6 +448,11 @@ def test_without_prompts_a_few_embedded_ones_are_measured(main: Main) -> None:
     assert with_demo(RunRequest(limit=2)) == RunRequest(suites=DEMO, data="embedded", limit=2)
 
 
+def test_every_command_has_its_job() -> None:
+    shown = {name for name, command in get_command(cli.program()).commands.items() if not command.hidden}  # type: ignore[attr-defined]
+    assert sorted(name for names in cli.JOBS.values() for name in names.split()) == sorted(shown)
+
+
 def test_help_of_a_command_is_also_its_own_word() -> None:
     assert _as_typed(["help", "run"]) == ["run", "--help"]
     assert _as_typed(["help"]) == _as_typed([]) == ["--help"]
