@@ -116,6 +116,8 @@ def _filmed(row: Row, decoder: Any) -> FilmedAnswer:
     texts = pieces(decoder, row["token_ids"], row["text"])
     if texts is None:
         raise UserError("this tokenizer does not decode the answer's tokens to its text: give --tokenizer FOLDER")
+    # Nobody reads control tokens, such as the one that ends an answer.
+    texts = [text if decoder.decode([token]) else "" for token, text in zip(row["token_ids"], texts, strict=True)]
     ends = [0, *accumulate(map(len, texts))]
     parts = [TypedPart(0, ends[1], 0.0, False)]
     at, now_s = 1, 0.0

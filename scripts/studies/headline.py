@@ -30,12 +30,13 @@ def make(work: Work, options: Namespace) -> Made:
 
 
 def example(run: Path, folder: Path) -> dict[str, Path]:
-    """Return the page, report, card and plots of a run. Raises StudyError if they are too large to commit."""
+    """Return the page, report, card, plots and film of a run. Raises StudyError if they are too large to commit."""
     folder.mkdir(exist_ok=True)
     bench("report", run, "--out", folder / "report.html", "--answers", 32, shown=True)
     (folder / "report.md").write_text(bench("report", run, "--format", "markdown"), encoding="utf-8")
     (folder / "card.txt").write_text(bench("card", run), encoding="utf-8")
     bench("plot", run, "--out", folder, "--format", "svg", shown=True)
+    bench("movie", run, "--out", folder / "movie.svg", shown=True)
     files = sorted(folder.iterdir())
     if (size := sum(path.stat().st_size for path in files)) > MOST_BYTES:
         raise StudyError(f"{size} bytes are too much to commit ({MOST_BYTES} at most): use fewer prompts or suites")
