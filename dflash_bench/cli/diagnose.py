@@ -17,7 +17,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import json_text, write_text
 from dflash_bench.core.option import MOST_TOKENS, options_of, whole_numbers
 from dflash_bench.core.secrets import command
-from dflash_bench.core.terminal import Stages, note, say, status, terminal_width
+from dflash_bench.core.terminal import Stages, note, say, status, terminal_width, wide
 from dflash_bench.core.types import Settings
 from dflash_bench.runner.config import RunRequest
 
@@ -103,7 +103,7 @@ def verify_distribution(
     tests = analysis.run_tests(draws_of_methods)
     verdicts = analysis.judge_methods(draws_of_methods, tests)
     found = draws_of_methods, tests, verdicts, settings
-    say(json_text(report.distribution_as_json(*found)) if as_json else report.distribution_text(*found))
+    say(json_text(report.distribution_as_json(*found)) if as_json else report.distribution_text(*found, wide()))
     if any(verdict.state != "as the model" for verdict in verdicts):
         sys.exit(1)
 
@@ -177,7 +177,7 @@ def profile(
         title = f"Cost of a forward, {profiled.about['model']}{shown.estimate_note(profiled)}"
         plots.write_profile(profiled.judged, title, out / "profile.svg")
         write_text(out / "profile.json", f"{text}\n")
-    say(text if as_json else shown.text(profiled), end="\n" if as_json else "")
+    say(text if as_json else shown.text(profiled, wide()), end="\n" if as_json else "")
     if out is not None:
         note(f"saved in {out}")
 
@@ -205,7 +205,7 @@ def doctor(request: RunRequest, as_json: options.AsJson = False) -> None:
 
     with status() as tell:
         found = examine(request, tell)
-    say(json_text(show.diagnosis_as_json(found)) if as_json else show.diagnosis_text(found))
+    say(json_text(show.diagnosis_as_json(found)) if as_json else show.diagnosis_text(found, wide()))
     if found.has_cause:
         sys.exit(1)
 
@@ -299,7 +299,7 @@ def conform(
                 if request.servers
                 else conform.check_engine(chosen, forwards, request, tell)
             )
-        data, text = show_conform.conform_as_json(found), show_conform.conform_text(found)
+        data, text = show_conform.conform_as_json(found), show_conform.conform_text(found, wide())
         page, code = show_conform.conform_page(found, typed), conform.exit_status(found)
     if out is not None:
         write_text(out, page)

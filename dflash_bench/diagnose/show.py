@@ -9,6 +9,7 @@ from typing import Any
 
 from dflash_bench.core import dialects
 from dflash_bench.core.dialects import AcceptanceCounts
+from dflash_bench.core.labels import WIDTH, wrapped
 from dflash_bench.core.methods import shown
 from dflash_bench.core.types import Settings
 from dflash_bench.diagnose import doctor
@@ -34,9 +35,10 @@ from dflash_bench.diagnose.goodness_of_fit import (
 from dflash_bench.report import render
 from dflash_bench.report.tables import (
     ABSENT,
+    Column,
     ReportTable,
     Section,
-    aligned,
+    TableRow,
     in_markdown,
     number,
     p_value,
@@ -50,9 +52,14 @@ SHOWN = 5
 # `doctor`
 
 
-def diagnosis_text(diagnosis: Diagnosis) -> str:
+def diagnosis_text(diagnosis: Diagnosis, width: int | None = WIDTH) -> str:
     """Render a page, likeliest cause first."""
-    return "\n".join(_lines(diagnosis))
+    return "\n".join(wrapped(line, width, others=" " * _indent(line)) for line in _lines(diagnosis))
+
+
+def _indent(line: str) -> int:
+    """Return where a line goes on if it is too long: below its text, behind its label."""
+    return 9 if line.startswith("   ") else 17
 
 
 def _lines(diagnosis: Diagnosis) -> Iterator[str]:
@@ -366,7 +373,21 @@ SIZES: dict[Kind, str] = {
     "rank": "shares off by {:.1%}",
 }
 VIEWS: dict[Kind, str] = {"by_id": "{}, by id", "pairs": "steps to the next"}
-HEADS = ["method", "tested", "tokens", "log p", "due", "p", "draft", "due", "p", "off by", "chance", "p", ""]
+COLUMNS = (
+    Column("method", "method", "left"),
+    Column("view", "tested", "left"),
+    Column("tokens", "tokens", is_spare=True),
+    Column("likelihood", "log p", is_spare=True),
+    Column("likelihood_due", "due", is_spare=True),
+    Column("likelihood_p", "p"),
+    Column("leaning", "draft", is_spare=True),
+    Column("leaning_due", "due", is_spare=True),
+    Column("leaning_p", "p"),
+    Column("rank", "off by", is_spare=True),
+    Column("rank_due", "chance", is_spare=True),
+    Column("rank_p", "p"),
+    Column("verdict", "", "left"),
+)
 LEGEND = (
     "tokens = those of which the model was not certain; draft place = position in a draft that did not know the token\n"
     "log p = mean log-probability, draft = agreement with the draft (0 to 1), each with what the model expects (due);\n"
@@ -375,24 +396,24 @@ LEGEND = (
 
 
 def distribution_text(
-    draws: Sequence[Draws], tests: Sequence[FitTest], verdicts: Sequence[FitVerdict], settings: Settings
+    draws: Sequence[Draws],
+    tests: Sequence[FitTest],
+    verdicts: Sequence[FitVerdict],
+    settings: Settings,
+    width: int | None = WIDTH,
 ) -> str:
     number = f"{len(tests)} tests" if len(tests) != 1 else "1 test"
     places = max(int(one.columns["place"].max()) for one in draws)
-    return "\n".join(
-        [
-            f"{draws[0].num_answers:,} answers of {places} tokens by each method, at {_settings(settings)}, "
-            "against the published model",
-            "",
-            aligned(HEADS, _rows(tests), left=2),
-            "",
-            LEGEND,
-            "",
-            *(_sentence(verdict) for verdict in verdicts),
-            *_power_lines(tests),
-            f"if every method is right, one or more of {number} fail by chance in {LEVEL:.1%} of cases",
-        ]
+    head = (
+        f"{draws[0].num_answers:,} answers of {places} tokens by each method, at {_settings(settings)}, against the "
+        "published model"
     )
+    table = ReportTable(COLUMNS, [TableRow(row) for row in _rows(tests)])
+    by_chance = f"if every method is right, one or more of {number} fail by chance in {LEVEL:.1%} of cases"
+    said = [*map(_sentence, verdicts), *_power_lines(tests), by_chance]
+    legend = "\n".join(wrapped(line, width) for line in LEGEND.splitlines())
+    shown_tests = render.terminal(Section("tests", table=table), width)
+    return "\n\n".join([wrapped(head, width), shown_tests, legend, "\n".join(wrapped(one, width) for one in said)])
 
 
 def distribution_as_json(

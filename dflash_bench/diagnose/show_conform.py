@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dflash_bench.core.draft_kinds import name_of_kind
-from dflash_bench.core.labels import wrapped
+from dflash_bench.core.labels import WIDTH, wrapped
 from dflash_bench.diagnose.compare_rounds import DetailDifference, Explanation, How, RoundDifference
 from dflash_bench.diagnose.conform import Conformance, State
 from dflash_bench.report import render
@@ -35,9 +35,10 @@ LEGEND = (
 )
 
 
-def conform_text(found: Sequence[Conformance]) -> str:
-    notes = "\n".join(wrapped(line) for line in sentences(found))
-    return "\n\n".join(filter(None, [render.terminal(section(found)), notes, verdict(found)]))
+def conform_text(found: Sequence[Conformance], width: int | None = WIDTH) -> str:
+    notes = "\n".join(wrapped(line, width) for line in sentences(found))
+    parts = [render.terminal(section(found), width), notes, wrapped(verdict(found), width)]
+    return "\n\n".join(filter(None, parts))
 
 
 def conform_page(found: Sequence[Conformance], command: str) -> str:

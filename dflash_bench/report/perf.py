@@ -9,6 +9,7 @@ from typing import Any
 from dflash_bench.analysis import roofline
 from dflash_bench.analysis.roofline import WidthCurve
 from dflash_bench.core.forwards import ProfileData
+from dflash_bench.core.labels import WIDTH
 from dflash_bench.perf.verdict import ProfiledBatch, RoundCost, RoundVerdict
 from dflash_bench.report import render
 from dflash_bench.report.tables import ABSENT, Column, Entry, ReportTable, Section, TableRow, Value, number
@@ -110,8 +111,8 @@ def estimate_note(profile: Profiled) -> str:
     return f" ({'estimated from' if profile.estimated else 'only'} {about['layers']} of {about['all_layers']} layers)"
 
 
-def text(profile: Profiled) -> str:
-    return "\n\n".join(map(render.terminal, sections(profile))) + "\n"
+def text(profile: Profiled, width: int | None = WIDTH) -> str:
+    return "\n\n".join(render.terminal(section, width) for section in sections(profile)) + "\n"
 
 
 def sections(profile: Profiled) -> Iterator[Section]:
@@ -156,12 +157,12 @@ def _title(place: ProfiledBatch) -> str:
 PASS_COLUMNS = (
     Column("width", "tokens"),
     Column("ms", "ms"),
-    Column("roofline_ms", "roofline ms"),
+    Column("roofline_ms", "roofline\nms"),
     Column("over_roofline", "times", digits=1),
     Column("bound", "bound by"),
-    Column("megabytes", "MB read", digits=1),
+    Column("megabytes", "MB\nread", digits=1),
     Column("gflop", "GFLOP"),
-    Column("plain_steps", "in plain steps"),
+    Column("plain_steps", "in plain\nsteps"),
 )
 
 
@@ -192,12 +193,12 @@ def _passes(places: Sequence[ProfiledBatch], how: str) -> Iterator[Section]:
 ROUND_COLUMNS = (
     Column("method", "method", "left"),
     Column("width", "width"),
-    Column("draft_ms", "draft ms"),
-    Column("draft_roofline_ms", "roofline ms"),
-    Column("verify_ms", "verify ms"),
-    Column("verify_roofline_ms", "roofline ms"),
-    Column("host_ms", "host ms"),
-    Column("cost", "cost in plain steps"),
+    Column("draft_ms", "draft\nms"),
+    Column("draft_roofline_ms", "roofline\nms"),
+    Column("verify_ms", "verify\nms"),
+    Column("verify_roofline_ms", "roofline\nms"),
+    Column("host_ms", "host\nms"),
+    Column("cost", "cost in\nplain steps"),
     Column("break_even_al", "break_even_al"),
 )
 
