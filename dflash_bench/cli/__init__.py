@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from dflash_bench import __version__
 from dflash_bench.cli import net
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.terminal import note, prepare, say
+from dflash_bench.core.terminal import note, prepare, say, starting
 
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 """Base class of typer's usage errors, which typer does not export."""
@@ -138,7 +138,9 @@ def main() -> None:
         _refuse_undecodable(sys.argv)
         with net.stopping_on_signals():
             words = _as_typed(sys.argv[1:])
+            starting.begin(sys.stderr)
             status = program(*_parts(words))(args=words, standalone_mode=False)
+        starting.end()
         sys.stdout.flush()  # a full disk is an error of this command
         sys.exit(status)
     except UserError as error:

@@ -24,8 +24,47 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 
+class Starting:
+    """Moving dots in a terminal while a command has shown nothing yet: it may be importing for seconds.
+
+    Whatever is shown first ends them, so that no thread draws while passes are timed.
+    """
+
+    AFTER_S, EVERY_S = 0.8, 0.4
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, stream: TextIO) -> None:
+        if stream.isatty():
+            self._ended.clear()
+            self._thread = threading.Thread(target=self._draw, args=(stream,), daemon=True)
+            self._thread.start()
+
+    def _draw(self, stream: TextIO) -> None:
+        number, wait_s = 0, self.AFTER_S
+        while not self._ended.wait(wait_s):
+            number, wait_s = number + 1, self.EVERY_S
+            stream.write(f"\rstarting {'.' * (number % 4):<3}")
+            stream.flush()
+        if number:
+            stream.write("\r\x1b[K")
+            stream.flush()
+
+    def end(self) -> None:
+        if self._thread is not None:
+            self._ended.set()
+            self._thread.join()
+            self._thread = None
+
+
+starting = Starting()
+
+
 def progress_bar(stream: TextIO) -> Progress:
     """Return a bar that is drawn only when updated: a redrawing thread would disturb measurements."""
+    starting.end()
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -118,6 +157,7 @@ class Stages:
 
     def detail(self, doing: str) -> None:
         """Show what the current stage does."""
+        starting.end()
         self._text, self._is_new = doing, True
         if self.is_terminal:
             from rich.console import Console
@@ -250,6 +290,7 @@ def prepare() -> None:
 
 def say(text: object, end: str = "\n") -> None:
     """Print a result on stdout."""
+    starting.end()
     print(visible(str(text), keep="\n\t"), end=end)
 
 
@@ -269,6 +310,7 @@ def show(text: Text) -> None:
     """Print text on stdout, in colour if it is a terminal and NO_COLOR is not set."""
     from rich.console import Console
 
+    starting.end()
     console = Console(highlight=False, soft_wrap=True)
     if console.is_terminal and not console.no_color:
         console.print(text, end="")
@@ -278,6 +320,7 @@ def show(text: Text) -> None:
 
 def note(text: str) -> None:
     """Print a remark as one line on stderr."""
+    starting.end()
     print(one_line(text), file=sys.stderr)
 
 

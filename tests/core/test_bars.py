@@ -105,3 +105,25 @@ def test_slow_stages_write_a_line_at_times(monkeypatch: pytest.MonkeyPatch) -> N
         stages.begin("loading")
         assert waited(stream, "loading\n")
         assert waited(stream, "loading (0 s)\n")
+
+
+def test_a_command_that_shows_nothing_yet_moves_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal.Starting, "AFTER_S", 0.01)
+    monkeypatch.setattr(terminal.Starting, "EVERY_S", 0.01)
+    shown, starting = Terminal(), terminal.Starting()
+    starting.begin(shown)
+    while "..." not in shown.getvalue():
+        time.sleep(0.001)
+    starting.end()
+    written = shown.getvalue()
+    assert written.startswith("\rstarting .") and written.endswith("\r\x1b[K")
+    starting.end()
+    assert shown.getvalue() == written
+
+
+def test_dots_are_for_terminals_and_for_commands_that_take_long() -> None:
+    for stream in (io.StringIO(), Terminal()):
+        starting = terminal.Starting()
+        starting.begin(stream)
+        starting.end()
+        assert stream.getvalue() == ""
