@@ -38,6 +38,7 @@ OF_OTHER_PROGRAMS = {
     "--disable-metrics",
     "--extra_llm_api_options",
     "--fresh",
+    "--help-all",
     "--metrics",
     "--pages",
     "--per-request-spec-decode-metrics",
