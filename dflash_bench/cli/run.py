@@ -68,6 +68,9 @@ def run(
         say(f"{report.named(document, terminal_width())}\n")
         show(report.screen(document, terminal_width()))
         say(next_commands(folder))
+        if len(request.servers) == 1:
+            url = request.servers[0].partition("=")[2]
+            say(f"which draft fits this server's model, and what turns it on: dflash-bench try {url}")
     if any(finding.forbids for finding in document.findings):
         sys.exit(1)
     num_failed = int(rows["error"].notna().sum())

@@ -115,8 +115,7 @@ def _title(document: Document) -> str:
 
 def _verdict(document: Document, means: Sequence[Mean]) -> tuple[str, list[str]]:
     """Return the page's headline, and above all else the sentences on what forbids a speed-up."""
-    several = screen.answers(document, means) or [_title(document)]
-    said = several[-1 if any(speedup for _, speedup, _ in means) else 0]
+    said = screen.hero(document, means) or next(iter(screen.answers(document, means)), _title(document))
     return _title(document) if document.sweeps or document.loads else said, screen.faults(document)
 
 
@@ -134,7 +133,7 @@ def _tile(document: Document, mean: Mean, bars: Mapping[CellKey, charts.ForestRo
     typical = document.typical(line)
     over_prompts = f"over prompts {with_interval(typical)}" if typical else ""
     rows = [speedups(document, speedup is not None), interval or own_range, over_prompts, bandwidth_note(document)]
-    rows += [f"al.pooled {number(al)}"] if al else []
+    rows += [words.why_not_faster(document, line) or (f"al.pooled {number(al)}" if al else "")]
     shares = [(name, tally(document, share, line)) for name, share in (("exact", "exact"), ("judged", "audit"))]
     how = screen.standing(document, line)
     whole = {"exact": "text" if words.num_as_text(document, line) else "exact", "judged": "exact"}

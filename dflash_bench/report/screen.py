@@ -17,7 +17,7 @@ from dflash_bench.core.types import Settings
 from dflash_bench.report.document import Document, Mean, MethodLine, over_all
 from dflash_bench.report.sections import WRONG, best_values, crossings
 from dflash_bench.report.tables import ABSENT, bounds, few, number
-from dflash_bench.report.words import num_as_text, tally
+from dflash_bench.report.words import num_as_text, tally, why_not_faster
 from dflash_bench.results.identity import NAMES, value_words
 
 if TYPE_CHECKING:
@@ -279,10 +279,26 @@ def answers(document: Document, means: Sequence[Mean]) -> list[str]:
     known = [(line, speedup) for line, speedup, _ in means if speedup]
     if known:
         line, speedup = max(known, key=lambda one: one[1].value)
-        said.append(f"{_headline(document, line, speedup)}.")
+        why = why_not_faster(document, line)
+        said.append(f"{_headline(document, line, speedup)}.{f' It has {why}.' if why else ''}")
     elif means and not said:
         said.append(f"There is no speed-up: {document.why_no_speedup()}.")
     return said
+
+
+def hero(document: Document, means: Sequence[Mean]) -> str:
+    """Return the result of the fastest method in at most 16 words; empty without a speed-up."""
+    known = [(line, speedup) for line, speedup, _ in means if speedup]
+    if not known:
+        return ""
+    line, speedup = max(known, key=lambda one: one[1].value)
+    value = number((document.typical(line) or speedup).value)
+    if speedup.low is None:
+        return f"{line.name} was {value} times as fast as plain decoding, over too few prompts to trust"
+    if speedup.contains(1) or speedup.is_vague:
+        return f"{line.name} shows no measurable speed-up: {value} times as fast as plain decoding"
+    how = "slower than plain decoding" if speedup.value < 1 else f"{value} times as fast as plain decoding"
+    return f"{line.name} is {how}"
 
 
 def faults(document: Document) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from statistics import geometric_mean
 
 from dflash_bench.analysis.cells import Share
 from dflash_bench.analysis.metrics import BASELINE, COLUMN
@@ -160,6 +161,31 @@ def facts(info: RunInfo) -> dict[str, str]:
         "started": str(info.started or ""),
     }
     return {name: text for name, text in lines.items() if text}
+
+
+PARTS = {"verify_ms": "verification", "draft_ms": "drafting", "other_ms": "overhead"}
+"""The parts of a round, in words."""
+
+
+def why_not_faster(document: Document, line: MethodLine) -> str:
+    """Return what a method's rounds give and cost, in plain steps, and which part of them costs most.
+
+    Over several suites these are geometric means. Empty if the times of a round's parts are unknown.
+    """
+    rounds = []
+    for cell in line.cells_of(document.cells):
+        values = [cell.value(name) for name in ("al.pooled", "plain_ms", *PARTS)]
+        if cell.num_prompts and all(value is not None for value in values) and values[1]:
+            rounds.append([value or 0.0 for value in values])
+    if not rounds:
+        return ""
+    lengths, plain, *parts = zip(*rounds, strict=True)
+    costs = [sum(several) / step for step, *several in zip(plain, *parts, strict=True)]
+    name, most = max(zip(PARTS.values(), map(sum, parts), strict=True), key=lambda one: one[1])
+    share = most / sum(map(sum, parts))
+    length, cost = geometric_mean(lengths), geometric_mean(costs)
+    steps = f"each as long as {number(cost)} plain steps"
+    return f"{number(length)} tokens per round, {steps}; {name} takes {share:.0%} of it"
 
 
 def memory(info: RunInfo) -> str:
