@@ -74,7 +74,7 @@ def page(
         "notes": [*(text for text in wrong if text != headline), *document.notes],
         "known": [line.name for line in document.lines if screen.is_known_text(document, line.method)],
         "why_known": f"{labels.EMBEDDED_NOTE}.",
-        "lead": sentences(document),
+        "lead": words.of_answers(document),  # the tiles have all else
         "is_empty": bool(document.why_empty),
         "tiles": _tiles(document, means),
         "filters": charts.filters((c.key for c in document.cells), {c.settings.id: c.setting for c in document.cells}),

@@ -40,7 +40,6 @@ def sentences(document: Document) -> list[str]:
         if speedup
     ]
     longer = [f"{line.name} {number(al)}" for line, _, al in means if al]
-    exact, audit, passed = (tally(document, name) for name in ("exact", "audit", "passed"))
     lines = []
     if faster:
         lines.append(
@@ -48,6 +47,13 @@ def sentences(document: Document) -> list[str]:
         )
     if longer:
         lines.append(f"Tokens per forward pass of the target: {', '.join(longer)} (al.pooled).")
+    return [*lines, *of_answers(document)]
+
+
+def of_answers(document: Document) -> list[str]:
+    """Return sentences on the answers: whether they are exact, the model's own, and right."""
+    exact, audit, passed = (tally(document, name) for name in ("exact", "audit", "passed"))
+    lines = []
     if exact and exact[0] == exact[1]:
         lines.append(f"All {exact[1]:,} compared answers match plain decoding, {compared(document)}.")
     elif exact:
