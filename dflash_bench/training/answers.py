@@ -13,6 +13,7 @@ from pathlib import Path
 from random import Random
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -87,8 +88,11 @@ def collect(
     folder: Path,
     report: Callable[[str], object],
     group: ProcessGroup = ALONE,
+    enough: int | None = None,
 ) -> None:
     """Store the answers to all requests in `folder`; the processes of a group share the work.
+
+    With `enough`, end once the answers have so many tokens.
 
     Raises UserError if the folder holds answers of another plan or to other requests.
     """
@@ -99,13 +103,17 @@ def collect(
         check_same_options(folder / PLAN, asdict(plan) | {"prompts": prompts}, "answers")
     group.wait()
     parts = list(enumerate(batches(requests, plan.batch_size, plan.seed)))
+    num_tokens = 0
     for number, rows in group.share(parts):
+        if enough is not None and num_tokens * group.size >= enough:
+            break
         path = part(folder, number)
         if not path.exists():
             report(f"answers: batch {number + 1} of {len(parts)}")
             batch = [requests[row] for row in rows]
             tensors = _answer(target, stop_ids, batch, plan)
             write(path, {**tensors, **_first_turns(batch), "prompts": torch.tensor(rows)})
+        num_tokens += num_answer_tokens(path)
     group.wait()
 
 
@@ -135,6 +143,12 @@ def batches(requests: Sequence[AnswerRequest], size: int, seed: int) -> list[lis
             by_batch += [group[i : i + size] for i in range(0, len(group), size)]
     Random(seed + 1).shuffle(by_batch)
     return by_batch
+
+
+def num_answer_tokens(path: Path) -> int:
+    """Return the number of tokens in the answers of a stored batch."""
+    with safe_open(path, framework="pt") as file:
+        return int(file.get_tensor("ends")[-1]) - int(file.get_tensor("prompt_lengths").sum())
 
 
 def part(folder: Path, number: int) -> Path:

@@ -99,6 +99,12 @@ class TrainRequest:
         "Share of the prompts answered again at temperature 1.", default=0.25, metavar="SHARE", range=_SHARE
     )
     max_new_tokens: int = _answers("Stop answers after N tokens.", default=256, metavar="N", minimum=2, most=448)
+    answer_tokens: int | None = _answers(
+        "Stop answering once the answers have N tokens; which prompts are left out is random. Default: answer all.",
+        metavar="N",
+        minimum=1,
+        most=10**9,
+    )
     batch_size: int = _answers("Number of answers decoded together.", default=64, metavar="N", minimum=1, most=4096)
     max_disk_gb: float = _answers(
         "Most disk space that the target's states may take, in gigabytes.",

@@ -150,10 +150,19 @@ class TrainingChat:
         return self.ids, (torch.arange(len(self.ids)) >= self.prompt_length).float()
 
 
-def stored(folders: Sequence[Path]) -> list[TrainingChat]:
-    """Open all conversations in these folders, ordered by batch. Raises UserError if there are none."""
-    paths = [path for folder in folders for path in sorted(folder.glob("answers-*.safetensors"))]
-    items = [item for path in paths for item in Stored(path).conversations()]
+def stored(folders: Sequence[Path], enough: int | None = None) -> list[TrainingChat]:
+    """Open all conversations in these folders, ordered by batch. Raises UserError if there are none.
+
+    With `enough`, those of a folder's first batches whose answers have so many tokens together.
+    """
+    items: list[TrainingChat] = []
+    for folder in folders:
+        num_tokens = 0
+        for path in sorted(folder.glob("answers-*.safetensors")):
+            if enough is None or num_tokens < enough:
+                found = list(Stored(path).conversations())
+                num_tokens += sum(len(item.ids) - item.prompt_length for item in found)
+                items += found
     if not items:
         raise UserError(f"no answers in {', '.join(map(str, folders))}; train again with another --out")
     return items

@@ -59,6 +59,10 @@ def estimate(request: TrainRequest, tell: Tell) -> Estimate:
     num_answers = len(prepared.requests) + prepared.num_later
     num_tokens = round(num_answers * prepared.plan.max_new_tokens * LIKELY_SHARE)
     prompt_tokens = sum(len(one.ids) for one in prepared.requests)
+    if request.answer_tokens is not None and request.answer_tokens < num_tokens:
+        share = request.answer_tokens / num_tokens
+        num_answers, num_tokens = round(num_answers * share), request.answer_tokens
+        prompt_tokens = round(prompt_tokens * share)
     tell("timing passes")
     token_s, step_s = _passes_s(prepared)
     num_batches = -(-num_answers // prepared.plan.batch_size)

@@ -226,10 +226,13 @@ def collect(prepared: PreparedTraining, tell: Tell) -> list[Path]:
     folders: list[Path] = []
     while requests:
         report = tell if not folders else _report_turn(tell, len(folders) + 1)
-        answers.collect(prepared.target, prepared.stops, requests, prepared.plan, folder, report, prepared.group)
+        enough = prepared.request.answer_tokens
+        answers.collect(
+            prepared.target, prepared.stops, requests, prepared.plan, folder, report, prepared.group, enough
+        )
         folders.append(folder)
-        left = [number for number, chat in enumerate(chats) if chat.later]
-        texts = _answer_texts(folder, tokenizer) if left else {}
+        texts = _answer_texts(folder, tokenizer, enough) if any(chat.later for chat in chats) else {}
+        left = [number for number, chat in enumerate(chats) if chat.later and number in texts]
         following = [chats[number].continued(texts[number]) for number in left]
         kept = prompts.fitting(following, tokenizer, ROW_LENGTH)
         requests = tuple(
@@ -245,11 +248,11 @@ def _report_turn(tell: Tell, number: int) -> Tell:
     return lambda text: tell(f"turn {number}, {text}")
 
 
-def _answer_texts(folder: Path, tokenizer: Any) -> dict[int, str]:
+def _answer_texts(folder: Path, tokenizer: Any, enough: int | None) -> dict[int, str]:
     """Return the target's answer to each prompt, by the prompt's number."""
     return {
         item.prompt_number: tokenizer.decode(item.ids[item.prompt_length :], skip_special_tokens=True)
-        for item in stored([folder])
+        for item in stored([folder], enough)
     }
 
 
@@ -277,7 +280,7 @@ def perform(request: TrainRequest, tell: Tell) -> Path | None:
             request.out / "work" / f"{request.method}.json", request.values(*DECISIVE, "rate", "seed"), "a training"
         )
     folders = collect(prepared, tell)
-    items = stored(folders)
+    items = stored(folders, request.answer_tokens)
     trained, held_out = split(items, request.seed)
     model = prepared.models.target
     rows = PackedRows(
@@ -298,9 +301,9 @@ def perform(request: TrainRequest, tell: Tell) -> Path | None:
     measured = replace(acceptance(prepared, objective, held_out), al_before=before)
     export(prepared, objective.draft, folder)
     num_later = sum(item.is_later_turn for item in items)
-    cards.write(
-        folder, request, prepared.chats, prepared.overlaps, history, rate, int(rows.answer.sum()), num_later, measured
-    )
+    firsts = {item.chat for item in items}
+    chats = [chat for chat, one in zip(prepared.chats, prepared.requests, strict=False) if one.ids in firsts]
+    cards.write(folder, request, chats, prepared.overlaps, history, rate, int(rows.answer.sum()), num_later, measured)
     return folder
 
 

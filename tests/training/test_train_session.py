@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +24,7 @@ from dflash_bench.engine.backend import open_backend
 from dflash_bench.engine.selection import target_of
 from dflash_bench.models import chat, loading
 from dflash_bench.models.presets import NANO, Preset
-from dflash_bench.training import contamination, drafts, estimate, prepare, session, trainer
+from dflash_bench.training import answers, contamination, drafts, estimate, prepare, session, trainer
 from dflash_bench.training.answers import ComputedStates
 from dflash_bench.training.cards import Acceptance, acceptance_of
 from dflash_bench.training.config import BLOCKS, TrainRequest, check
@@ -455,3 +456,18 @@ def test_an_estimate_needs_no_other_option_than_its_help_names(
         main()
     assert not ended.value.code and capsys.readouterr().out.startswith("answers")
     assert not (tmp_path / "out").exists()
+
+
+def test_answering_ends_once_there_are_enough_tokens_and_goes_on_for_more(target: Path, tmp_path: Path) -> None:
+    few = request(target, tmp_path, batch_size=2, sampled=0.0, answer_tokens=30)
+    card = (performed(few) / "README.md").read_text()
+    parts = sorted((tmp_path / "work" / "answers").glob("answers-*.safetensors"))
+    num_tokens = [answers.num_answer_tokens(path) for path in parts]
+    assert sum(num_tokens[:-1]) < 30 <= sum(num_tokens) and len(parts) < 12
+    num_prompts = sum(int(count) for count in re.findall(r"^  - .*: (\d+)$", card, re.MULTILINE))
+    assert num_prompts == 2 * len(parts)
+    performed(replace(few, method="eagle3", block_size=None, answer_tokens=60))
+    assert len(list((tmp_path / "work" / "answers").glob("answers-*"))) > len(parts)
+    # The first draft is trained on as many as before.
+    first, again = stored([tmp_path / "work" / "answers"], 30), stored([tmp_path / "work" / "answers"])
+    assert len(first) == 2 * len(parts) < len(again)
