@@ -25,7 +25,7 @@ from studies._reported import doubts
 from studies._study import Made, Work, add_data
 from studies.smollm2 import measured
 
-TAKES = "five hours of a core for half a billion parameters, without drafts"
+TAKES = "four hours of a core for half a billion parameters, without drafts"
 PAGES = ("speed/code-*.md", "speed/code-*-positions.svg")
 
 LIMITS = {"humaneval": 164, "mbpp": 200}
@@ -61,12 +61,7 @@ prompt and the answer so far, or in earlier answers.
 Model-written code ran in a cage without a network. The published rates are of the unquantised model, with prompts and
 tests of EvalPlus; MBPP there is 378 tasks, here the first {mbpp} of its test set.
 
-## What copying the prompt is worth
-
 {copied}
-
-`{no_prompt}` copies from the answer only. Both were measured on the answers of the target in int8.
-
 ## Where methods lose
 
 {lost}
@@ -80,6 +75,12 @@ The speed of each prompt's answer by itself, decoding only: one measurement each
 {energy}
 
 {notes}
+"""
+COPIED = """## What copying the prompt is worth
+
+{table}
+
+`{no_prompt}` copies from the answer only. Both were measured on the answers of the target in int8.
 """
 NO_COUNTERS = "Energy was not measured: this machine gives no counters."
 COUNTED = "`joules_per_token` counts the whole machine's energy, idle power included."
@@ -104,13 +105,14 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--draft", action="append", default=[], metavar="METHOD=FOLDER", help="a draft to measure, too; may be repeated"
     )
+    parser.add_argument("--no-int8", action="store_true", help="leave out the runs in int8, and what they say")
     parser.add_argument("--limit", type=int, help="number of prompts of each suite (164 and 200)")
     parser.add_argument(
         "--dtype", default="float32", choices=("float32", "bfloat16"), help="type of unquantised weights"
     )
 
 
-def groups(drafts: Sequence[str]) -> list[Group]:
+def groups(drafts: Sequence[str], has_int8: bool = True) -> list[Group]:
     """Return the runs; `drafts` are METHOD=FOLDER."""
     given = [word for draft in drafts for word in ("--draft", draft)]
     names = [draft.partition("=")[0] for draft in drafts]
@@ -119,15 +121,16 @@ def groups(drafts: Sequence[str]) -> list[Group]:
     if drafts:
         found.append(Group("drafts", "With drafts", named, given))
     in_int8 = [COPIES, COPIES_NO_PROMPT, *names[:1]]
-    found.append(Group("int8", "Weights in int8", in_int8, ["--quantize", "int8", *given[:2]]))
-    return found
+    of_int8 = Group("int8", "Weights in int8", in_int8, ["--quantize", "int8", *given[:2]])
+    return [*found, of_int8] if has_int8 else found
 
 
 def make(work: Work, options: Namespace) -> Made:
     target = options.target.resolve()
     has_counters = any(energy.POWERCAP.glob(energy.ZONES))
     made: dict[str, list[Document]] = {}
-    for group in groups(options.draft):
+    wanted = groups(options.draft, not options.no_int8)
+    for group in wanted:
         for suite, limit in LIMITS.items():
             run = work.run(
                 group.run_name(suite),
@@ -151,7 +154,7 @@ def make(work: Work, options: Namespace) -> Made:
             )
             made.setdefault(group.title, []).append(document.read_document(run))
     name = f"speed/code-{target.stem}"
-    widest = work.plots(work.folder / groups(options.draft)[-2].run_name("humaneval")) / "positions.svg"
+    widest = work.plots(work.folder / wanted[bool(options.draft)].run_name("humaneval")) / "positions.svg"
     text = page(work, target, made, has_counters)
     return Made({f"{name}.md": text, f"{name}-positions.svg": widest})
 
@@ -174,7 +177,6 @@ def page(work: Work, target: Path, made: Mapping[str, Sequence[Document]], has_c
         sections="\n\n".join([*sections, picture]),
         passed=passed(made, target.stem),
         copied=copied(runs),
-        no_prompt=COPIES_NO_PROMPT,
         lost=lost(runs),
         memory="\n".join(f"- {title}: {memory(runs[0].results.info)}." for title, runs in made.items()),
         energy=COUNTED if has_counters else NO_COUNTERS,
@@ -204,7 +206,7 @@ def passed(made: Mapping[str, Sequence[Document]], name: str) -> str:
 
 
 def copied(runs: Sequence[Document]) -> str:
-    """Return the table of tokens per round that prompt lookup gains, and of what is left without the prompt."""
+    """Return the section on the tokens per round that prompt lookup gains, and on what is left without the prompt."""
     rows = []
     for run in runs:
         lengths = {cell.method: cell.value("al.pooled") for cell in run.cells}
@@ -212,7 +214,8 @@ def copied(runs: Sequence[Document]) -> str:
         if whole and own and whole > 1:
             left = f"{100 * (own - 1) / (whole - 1):.0f}"
             rows.append([run.cells[0].label, number(whole, 2), number(own, 2), left])
-    return markdown(["suite", COPIES, COPIES_NO_PROMPT, "left of the gain, %"], rows, left=1)
+    table = markdown(["suite", COPIES, COPIES_NO_PROMPT, "left of the gain, %"], rows, left=1)
+    return COPIED.format(table=table, no_prompt=COPIES_NO_PROMPT) if rows else ""
 
 
 def lost(runs: Sequence[Document]) -> str:
