@@ -198,6 +198,7 @@ def fitted(
     """Return the trained objective, its history, and its acceptance before, measured by the first process alone."""
     request = prepared.request
     objective = new_objective(prepared, rows)
+    tell("measuring acceptance before the training")
     before = acceptance(prepared, objective, held_out).al_pooled if prepared.group.is_first else None
 
     def measure() -> float:
