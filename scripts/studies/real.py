@@ -48,9 +48,10 @@ HEAD = """# {model} on code
 
 {machine}.
 
-The target is the file of sha256 `{hash}`: its weights as stored, computed in {dtype}, one prompt at a time on one
-thread, greedy, at most {tokens} new tokens. `ngram` and `suffix` need no draft: they copy what was said before, in the
-prompt and the answer so far, or in earlier answers.
+The target is the file of sha256 `{hash}`:
+its weights as stored, k-quants' rounding and all, computed in {dtype}, one prompt at a time on one thread, greedy, at
+most {tokens} new tokens. `ngram` and `suffix` need no draft: they copy what was said before, in the prompt and the
+answer so far, or in earlier answers.
 {doubts}
 {sections}
 
@@ -58,8 +59,9 @@ prompt and the answer so far, or in earlier answers.
 
 {passed}
 
-Model-written code ran in a cage without a network. The published rates are of the unquantised model, with prompts and
-tests of EvalPlus; MBPP there is 378 tasks, here the first {mbpp} of its test set.
+Model-written code ran in a cage without a network. Intervals are over tasks alone (Wilson's). The published rates are
+of the unquantised model, with prompts and tests of EvalPlus; MBPP there is 378 tasks, here the first {mbpp} of its test
+set.
 
 {copied}
 ## Where methods lose
@@ -193,7 +195,7 @@ def passed(made: Mapping[str, Sequence[Document]], name: str) -> str:
             cell.label,
             title,
             str(cell.num_prompts),
-            ABSENT if cell.passed is None else f"{100 * cell.passed[0] / cell.passed[1]:.1f}",
+            ABSENT if cell.passed is None else share(*cell.passed),
             str(known.get(cell.suite, ABSENT)),
             "0" if cell.cut is None else str(cell.cut[0]),
         ]
@@ -202,7 +204,15 @@ def passed(made: Mapping[str, Sequence[Document]], name: str) -> str:
         for cell in run.cells
         if cell.method == BASELINE
     ]
-    return markdown(["suite", "run", "tasks", "passed %", "published %", "cut at the limit"], rows, left=2)
+    return markdown(["suite", "run", "tasks", "passed % [95 %]", "published %", "cut at the limit"], rows, left=2)
+
+
+def share(num: int, total: int) -> str:
+    """Return a share in percent, with its 95 % interval (Wilson's)."""
+    from scipy.stats import binomtest
+
+    interval = binomtest(num, total).proportion_ci(method="wilson")
+    return f"{100 * num / total:.1f} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
 
 
 def copied(runs: Sequence[Document]) -> str:
