@@ -24,7 +24,20 @@ from helpers.runs import listed, rewritten, without
 
 Captured = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
-WORDS = ("--suite", "gsm8k", "--prompts", "p.jsonl", "--data", "data", "--method", "dflash", "--repeats", 2)
+WORDS = (
+    "--model",
+    "nano",
+    "--suite",
+    "gsm8k",
+    "--prompts",
+    "p.jsonl",
+    "--data",
+    "data",
+    "--method",
+    "dflash",
+    "--repeats",
+    2,
+)
 NUM_ANSWERS = (4 + 3) * 2 * 2
 
 
