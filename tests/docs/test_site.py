@@ -107,6 +107,7 @@ NO_RESULTS = {
     "engine.md": ["3.5", "2.11", "10.7", "3.65", "21.4", "5 of 12"],
     "exactness.md": ["1"],  # ms that clocks may differ by
     "format.md": ["1.0", "0.3"],  # of this program; a limit of checks
+    "peers.md": ["0.15", "3.25"],  # an example of arithmetic
     "servers.md": ["0.22", "0.32", "7.36", "7.22"],  # of vLLM; how two ways of counting part
     "table.md": ["1.3", "7.36", "7.22"],  # a limit of findings; how two ways of counting part
     "training.md": ["1.05"],  # below which a draft is not worth using
