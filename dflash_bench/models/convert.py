@@ -63,7 +63,8 @@ def convert(reference: str, destination: Path, to: str, target: str | None, quan
     if checkpoint.target_head and home is None and not stays:
         raise UserError(f"{folder} leaves its head to the target; give --target, and it is written out")
     shared = targets.vocabulary_of(home) if home and not stays else {}
-    ready = adapt(checkpoint.with_head(shared[base.HEAD]) if shared else checkpoint, goal, shared)
+    whole = checkpoint.with_head(shared[base.HEAD]) if shared else checkpoint
+    ready = whole if stays else adapt(whole, goal, shared)
     notes = []
     if shape and goal.name in WANTS_DEPTH and ready.config.num_target_layers is None:
         ready = replace(ready, config=replace(ready.config, num_target_layers=shape.num_layers))

@@ -23,6 +23,7 @@ from helpers import tiny
 
 SHAPE = TargetShape(tiny.HIDDEN, tiny.VOCABULARY, tiny.LAYERS)
 KINDS = ["dflash", "eagle3"]
+FORMATS = {"dflash": "zlab", "eagle3": "safeailab"}
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,18 @@ def test_it_is_written_in_full_with_the_target(kind: str, goal: str, target: Pat
     assert "target_head" not in json.loads((tmp_path / "full" / "config.json").read_text())
     full = load_draft(tmp_path / "full", SHAPE, torch.float32, "cpu").state_dict()
     assert all(torch.equal(tensor, full[name]) for name, tensor in draft.state_dict().items())
+
+
+def test_in_eight_bits_its_head_stays_the_targets(slim: tuple[str, Path], target: Path, tmp_path: Path) -> None:
+    kind, folder = slim
+    convert(str(folder), tmp_path / "small", FORMATS[kind], None, "int8")
+    names = load_file(tmp_path / "small" / "model.safetensors").keys()
+    assert not any(name.startswith("lm_head") for name in names) and any(name.endswith("packed") for name in names)
+    models = loading.load(Preset(str(target), {kind: str(tmp_path / "small")}), [kind], "cpu", torch.float32)
+    assert torch.equal(models.drafts[kind].lm_head.weight, models.target.get_output_embeddings().weight[::10])
+    backend = open_backend(models, Preset(str(target), {}), [parse("ar"), parse(kind)], 24)
+    plain, drafted = (backend.generate_ids(label, [[5, 6, 7, 8]])[0] for label in ("ar", kind))
+    assert drafted.token_ids == plain.token_ids and drafted.drafted_ids
 
 
 def test_without_the_mark_a_missing_head_is_a_missing_tensor(target: Path, tmp_path: Path) -> None:
