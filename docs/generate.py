@@ -1,12 +1,16 @@
-"""Writes what the code decides: tables of methods and columns, llms.txt, types of db.run. `python docs/generate.py`"""
+"""Writes what the code decides: tables of methods, columns and options, llms.txt, types. `python docs/generate.py`"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from inspect import formatannotation
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+import typer
+
+from dflash_bench import cli
 from dflash_bench.core.option import options_of
 from dflash_bench.core.secrets import Arguments
 from dflash_bench.report import terminal
@@ -27,6 +31,10 @@ FORMS = {
     "target": "str | Path",
 }
 """Options that a call gives in another form than a command line."""
+COMMANDS = (
+    "# Options\n\nEvery command with all of its options, as `--help` (of `run`, `--help-all`) shows them. A TOML file "
+    "of options is given with `--config`."
+)
 SUMMARY = (
     "Measures speculative decoding honestly: DFlash, EAGLE-3 and other methods against plain decoding; acceptance, "
     "speed, and exactness token for token, in process or on live servers."
@@ -39,7 +47,63 @@ def generated() -> dict[str, str]:
     pages = {
         file: between((DOCS / file).read_text(encoding="utf-8"), name, text) for name, (file, text) in tables.items()
     }
-    return pages | {"llms.txt": llms(), STUB: options()}
+    return pages | {"options.md": commands(), "llms.txt": llms(), STUB: options()}
+
+
+def commands() -> str:
+    """Return the page of all commands and their options, by what they are for."""
+    known: Any = typer.main.get_command(cli.program())
+    parts = [COMMANDS]
+    shared = {_flags(option): option.help for option in _options(known.commands["run"])}
+    for job, names in cli.JOBS.items():
+        parts.append(f"## {job}")
+        parts += [_command(name, known.commands[name], {} if name == "run" else shared) for name in names.split()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _command(name: str, command: Any, shared: dict[str, str]) -> str:
+    arguments = " ".join(str(one.metavar) for one in command.params if one.param_type_name == "argument")
+    text = [f"### {name}", f"`dflash-bench {name} {arguments}`".replace(" `", "`"), _reflowed(command.help)]
+    own = [one for one in _options(command) if shared.get(_flags(one)) != one.help]
+    as_for_run = [f"`{max(one.opts, key=len)}`" for one in _options(command) if shared.get(_flags(one)) == one.help]
+    if own:
+        text.append("\n".join(["| option | |", "|---|---|", *_rows(own)]))
+    if as_for_run:
+        text.append(f"As for [`run`](#run): {', '.join(as_for_run)}.")
+    return "\n\n".join(text)
+
+
+def _rows(options: list[Any]) -> Iterator[str]:
+    """Yield a row per option, under the headings of help if there are several."""
+    headings = list(dict.fromkeys(option.rich_help_panel for option in options))
+    for heading in headings:
+        if heading and len(headings) > 1:
+            yield f"| **{heading}** | |"
+        for option in options:
+            if option.rich_help_panel == heading:
+                yield f"| `{_flags(option)}` | {_cell(option.help)} |"
+
+
+def _options(command: Any) -> list[Any]:
+    return [one for one in command.params if one.param_type_name == "option" and not one.hidden]
+
+
+def _flags(option: Any) -> str:
+    flags = ", ".join([*option.opts, *option.secondary_opts])
+    return f"{flags} {option.metavar}".replace("|", "\\|") if option.metavar else flags
+
+
+def _reflowed(text: str) -> str:
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+
+
+NAMES = "|".join(name for names in cli.JOBS.values() for name in names.split())
+COMMAND = re.compile(rf"'((?:dflash-bench|run) [^']*|{NAMES}|--[^']*)'|(?<![\w-])(--[a-z][a-z-]*(?: \d+)?)")
+
+
+def _cell(text: str) -> str:
+    """Return help as a cell, with commands and flags as code."""
+    return COMMAND.sub(lambda found: f"`{found[1] or found[2]}`", " ".join(text.split())).replace("|", "\\|")
 
 
 def options() -> str:

