@@ -26,21 +26,28 @@ def text(found: Tryout, width: int = WIDTH) -> str:
 def _server(found: Tryout) -> str:
     version = f" {found.version}" if found.version else ""
     context = f", {found.context:,} tokens of context" if found.context else ""
-    return f"{found.dialect}{version} serves {found.model or 'a model without a name'}{context}"
+    return f"{found.dialect}{version} serves {_model(found) or 'a model without a name'}{context}"
+
+
+def _model(found: Tryout) -> str | None:
+    """Return the model's name; of a file on the server's disk, its last part."""
+    return found.model.rpartition("/")[2] if found.model and found.model.startswith("/") else found.model
 
 
 def _drafting(found: Tryout) -> Iterator[str]:
     stream = found.tokens_at_a_time
-    beside = f"; its stream brings {number(stream)} at a time" if stream is not None else ""
+    several = stream is not None and stream >= SEVERAL
+    beside = (
+        f"; its stream brings {number(stream)} at a time" if several or (found.drafts and stream is not None) else ""
+    )
     if found.drafts is None:
-        several = stream is not None and stream >= SEVERAL
         yield f"it counts no rounds, and {'probably drafts' if several else 'shows no sign of drafting'}{beside}"
         if found.uncounted:
             yield f"to see its rounds: {found.uncounted}"
     elif found.drafts:
         yield f"it drafts: {number(found.tokens_per_round)} tokens per round by its counters{beside}"
     else:
-        doubt = ", although its counters show no drafts" if stream is not None and stream >= SEVERAL else ""
+        doubt = ", although its counters show no drafts" if several else ""
         yield f"it does not draft, by its counters{beside}{doubt}"
 
 
@@ -75,7 +82,7 @@ def _next(found: Tryout) -> Iterator[str]:
     elif found.published:
         yield f"drafts for it: {', '.join(f'{one.kind} {one.reference}' for one in found.published[:MOST_NAMED])}"
     if not found.published:
-        yield f"no published draft for {found.model or 'this model'} is known: dflash-bench train makes one"
+        yield f"no published draft for {_model(found) or 'this model'} is known: dflash-bench train makes one"
     method = usable[0].method if usable else "dflash"
     yield f"then: dflash-bench run --server plain={found.url} --server {method}=URL --suite gsm8k"
 
