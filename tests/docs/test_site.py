@@ -108,7 +108,8 @@ NO_RESULTS = {
     "exactness.md": ["1"],  # ms that clocks may differ by
     "format.md": ["1.0", "0.3"],  # of this program; a limit of checks
     "peers.md": ["0.15", "3.25"],  # an example of arithmetic
-    "servers.md": ["0.22", "0.32", "7.36", "7.22"],  # of vLLM; how two ways of counting part
+    "recipes.md": ["0.22"],  # of vLLM
+    "servers.md": ["0.32", "7.36", "7.22"],  # of vLLM; how two ways of counting part
     "table.md": ["1.3", "7.36", "7.22"],  # a limit of findings; how two ways of counting part
     "training.md": ["1.05"],  # below which a draft is not worth using
     "suites.md": ["5.13", "3.2"],  # of Linux, and Llama 3.2
