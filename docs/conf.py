@@ -15,7 +15,7 @@ import dflash_bench
 
 project = "dflash-bench"
 version = release = dflash_bench.__version__
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx_copybutton"]
 RESULTS = [f"results/{folder}/*.md" for folder in ("speed", "servers", "exactness", "drafts")]
 include_patterns = ["docs/*.md", "results/index.md", *RESULTS, "dflash_bench/*/*/README.md"]
 root_doc = "docs/index"
