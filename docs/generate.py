@@ -43,10 +43,15 @@ SUMMARY = (
 
 def generated() -> dict[str, str]:
     """File name from docs/ -> the text that it should have."""
-    tables = {"methods": ("methods.md", terminal.markdown()), "columns": ("format.md", columns.markdown())}
-    pages = {
-        file: between((DOCS / file).read_text(encoding="utf-8"), name, text) for name, (file, text) in tables.items()
-    }
+    methods, of_methods = terminal.markdown().split("\n\n## Options of each method\n\n")
+    tables = [
+        ("methods.md", "methods", methods),
+        ("methods.md", "options", of_methods),
+        ("format.md", "columns", columns.markdown()),
+    ]
+    pages = {file: (DOCS / file).read_text(encoding="utf-8") for file, _, _ in tables}
+    for file, name, text in tables:
+        pages[file] = between(pages[file], name, text)
     return pages | {"options.md": commands(), "llms.txt": llms(), STUB: options()}
 
 
