@@ -16,6 +16,7 @@ from dflash_bench.core.secrets import Arguments
 from dflash_bench.report import terminal
 from dflash_bench.results import columns
 from dflash_bench.runner.config import RunRequest
+from dflash_bench.tasks import suites
 
 DOCS = Path(__file__).parent
 STUB = "../dflash_bench/api/options.pyi"
@@ -48,11 +49,21 @@ def generated() -> dict[str, str]:
         ("methods.md", "methods", methods),
         ("methods.md", "options", of_methods),
         ("format.md", "columns", columns.markdown()),
+        ("suites.md", "suites", suite_table()),
     ]
     pages = {file: (DOCS / file).read_text(encoding="utf-8") for file, _, _ in tables}
     for file, name, text in tables:
         pages[file] = between(pages[file], name, text)
     return pages | {"options.md": commands(), "llms.txt": llms(), STUB: options()}
+
+
+def suite_table() -> str:
+    """Return a table of all suites: what they ask, where their rows come from, and how answers are scored."""
+    rows = ["| suite | prompts | rows from | scored by |", "|---|---|---|---|"]
+    for one in suites.listings():
+        source = f"embedded, {one.suite.source}" if one.num_embedded else f"`suites prepare`: {one.suite.source}"
+        rows.append(f"| `{one.suite.name}` | {one.suite.title} | {source} | {one.suite.scorer or 'none'} |")
+    return "\n".join(rows)
 
 
 def commands() -> str:

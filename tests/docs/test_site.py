@@ -52,7 +52,7 @@ def test_llms_txt_at_the_root_lists_every_page_and_each_is_there_as_markdown(sit
     assert "docs/index.html" in (site / "index.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["methods.md", "options.md", "llms.txt"])
+@pytest.mark.parametrize("name", ["methods.md", "options.md", "suites.md", "llms.txt"])
 def test_a_generated_part_is_current(name: str) -> None:
     spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
     assert spec is not None and spec.loader is not None
