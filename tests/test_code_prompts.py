@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_bench.training import prompts
-from studies import _code_prompts
+from studies import _code_invented, _code_prompts
 
 
 def test_examples_and_tests_are_what_the_task_says() -> None:
@@ -36,16 +36,34 @@ def test_files_are_prompts_of_the_suites_wording_without_their_rows(tmp_path: Pa
     told = "Take the white space at the left of every line away."
     source = f"def known(text, width=70):\n    '{told}'\n    1 / 0\n\ndef _hidden(text):\n    '{told}'\n\n1 / 0\n"
     (library / "textual.py").write_text(source)
-    paths = _code_prompts.write(tmp_path, 40, 8, tmp_path, library)
-    rows = [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
-    assert len(rows[1]) == 10 and len(rows[2]) == 8
-    (prompt,) = [row["prompt"] for row in rows[0] if row["entry_point"] == "known"]
-    assert prompt == f'def known(text, width=70):\n    """{told}\n    """\n' and len(rows[0]) == 31
+    packages = tmp_path / "packages"
+    (packages / "one").mkdir(parents=True)
+    (packages / "one" / "words.py").write_text(f"def counted(text):\n    '{told} Then count.'\n")
+    invented = [_code_prompts.row("one", 'def made_up(x):\n    """Return a list of what is in x."""\n')]
+
+    def written(folder: Path) -> list[list[dict[str, Any]]]:
+        paths = _code_prompts.write(folder, 40, 9, invented, tmp_path, library, packages)
+        return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
+
+    rows = written(tmp_path)
+    assert [len(part) for part in rows] == [33, 10]
+    known = {row["prompt"] for row in rows[0]}
+    assert f'def known(text, width=70):\n    """{told}\n    """\n' in known and invented[0]["prompt"] in known
+    assert any(prompt.startswith("def counted(text)") for prompt in known)
     leaked = tmp_path / "mbpp" / "test.jsonl"
     leaked.parent.mkdir()
     leaked.write_text(json.dumps(rows[1][3] | {"test_imports": []}) + "\n")
-    again = _code_prompts.write(tmp_path / "again", 40, 8, tmp_path, library)
-    kept = [json.loads(line) for line in again[1].read_text().splitlines()]
-    assert kept == [row for row in rows[1] if row != rows[1][3]]
-    chats = list(prompts.from_files([f"humaneval={paths[0]}", f"mbpp={paths[1]}", str(paths[2])]))
-    assert len(chats) == sum(map(len, rows)) and "Complete this Python function" in chats[0].text
+    assert written(tmp_path / "again")[1] == [row for row in rows[1] if row != rows[1][3]]
+    chats = list(prompts.from_files([f"humaneval={tmp_path}/functions.jsonl", f"mbpp={tmp_path}/tasks.jsonl"]))
+    assert len(chats) == 43 and "Complete this Python function" in chats[0].text
+
+
+def test_of_what_the_target_writes_all_before_the_body_is_kept() -> None:
+    head = 'import re\n\n\ndef parts(text: str) -> list:\n    """\n    Split the text into its parts.\n    """\n'
+    assert _code_invented.head_of(f"{head}    return text.split()\n```\nThis function ...") == head
+    none = [
+        "def f(x):\n    return x",
+        'def f(x:\n    """Return the square of a number."""\n',
+        'def f(x):\n    """Short."""\n',
+    ]
+    assert [_code_invented.head_of(text) for text in none] == [None, None, None]

@@ -1,8 +1,9 @@
 """Python functions to complete, for training a draft on a target's own code: written here, for any number of prompts.
 
-Two origins. Tasks are composed of a source, a filter, a change and a result, each with its words and its code, so that
+Three origins. Tasks are composed of a source, a filter, a change and a result, each with its words and code, so that
 the examples in a docstring and the tests are computed. Descriptions come from the functions of this Python's standard
-library: name, arguments and docstring. Rows have the columns of the suites humaneval and mbpp, and so their wording.
+library and of the packages installed in it: name, arguments and docstring. Others are made up by the target
+(`_code_invented`). Rows have the columns of the suites humaneval and mbpp, and so their wording.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ast
 import json
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -20,7 +21,6 @@ from typing import Any
 
 from dflash_bench.core import files
 from dflash_bench.training import contamination
-from dflash_bench.training.prompts import from_templates
 
 Row = dict[str, Any]
 
@@ -241,7 +241,7 @@ def to_complete(task: Task) -> Row:
     examples = "".join(f"    >>> {call}\n    {result}\n" for call, result in task.examples(2))
     words = f"{task.description[0].upper()}{task.description[1:]}."
     head = f"def {task.name}({task.source.argument}: {task.source.type}):"
-    return _row(task.name, f'from typing import Dict, List\n\n\n{head}\n    """{words}\n{examples}    """\n')
+    return row(task.name, f'from typing import Dict, List\n\n\n{head}\n    """{words}\n{examples}    """\n')
 
 
 def to_write(task: Task) -> Row:
@@ -255,20 +255,29 @@ def _text(row: Row) -> str:
     return "\n".join([row["prompt"], *row.get("test_list", [])])
 
 
-def _row(name: str, prompt: str) -> Row:
+def row(name: str, prompt: str) -> Row:
     return {"task_id": name, "prompt": prompt, "entry_point": name, "test": "def check(candidate):\n    pass\n"}
 
 
-LIBRARY = Path(sysconfig.get_path("stdlib"))
+LIBRARY, INSTALLED = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
 NO_LIBRARY = {"test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
-SHORTEST, LONGEST, LONGEST_ARGUMENTS = 50, 600, 100
+SHORTEST, LONGEST, LONGEST_ARGUMENTS = 50, 800, 100
 """Characters of a docstring and of a list of arguments."""
+MOST_OF_PACKAGE = 500
 
 
 def described(folder: Path) -> Iterator[Row]:
     """Yield functions of the Python files in `folder` in humaneval's columns: arguments and docstring. No file runs."""
     paths = (path for path in sorted(folder.rglob("*.py")) if NO_LIBRARY.isdisjoint(path.relative_to(folder).parts))
     yield from {row["prompt"]: row for path in paths for row in _described_in(path)}.values()
+
+
+def installed(folder: Path) -> Iterator[Row]:
+    """Yield functions of the packages in `folder`: of each, up to MOST_OF_PACKAGE, drawn at random."""
+    for package in sorted(path for path in folder.iterdir() if path.is_dir() and path.name not in NO_LIBRARY):
+        rows = list(described(package))
+        Random(0).shuffle(rows)
+        yield from rows[:MOST_OF_PACKAGE]
 
 
 def _described_in(path: Path) -> Iterator[Row]:
@@ -282,26 +291,33 @@ def _described_in(path: Path) -> Iterator[Row]:
         words, arguments = ast.get_docstring(node) or "", ast.unparse(node.args)
         if SHORTEST <= len(words) <= LONGEST and len(arguments) <= LONGEST_ARGUMENTS and '"""' not in words:
             words = "\n    ".join(words.splitlines())
-            yield _row(node.name, f'def {node.name}({arguments}):\n    """{words}\n    """\n')
+            yield row(node.name, f'def {node.name}({arguments}):\n    """{words}\n    """\n')
 
 
 def write(
-    folder: Path, num_tasks: int, num_chats: int, against: Path, library: Path = LIBRARY
-) -> tuple[Path, Path, Path]:
-    """Write files of prompts to `folder`: functions to complete, functions to write, and chats about code.
+    folder: Path,
+    num_tasks: int,
+    num_described: int,
+    invented: Iterable[Row],
+    against: Path,
+    library: Path = LIBRARY,
+    packages: Path = INSTALLED,
+) -> tuple[Path, Path]:
+    """Write files of prompts to `folder`, in the columns of humaneval and mbpp: functions to complete, and to write.
 
-    A quarter of the tasks are to be written; the library's functions are all to be completed. What occurs in a suite in
-    the folder `against` is left out. Returns the paths, the first two in the columns of humaneval and mbpp.
+    A quarter of the composed tasks are to be written; the described functions, drawn at random from the library and the
+    installed packages, and the invented ones are all to be completed. What occurs in a suite in the folder `against` is
+    left out.
     """
     rng = Random(0)
     tasks = rng.sample(composed(), num_tasks)
     cut = num_tasks // 4
-    to_complete_rows = [*map(to_complete, tasks[cut:]), *described(library)]
+    known = list({row["prompt"]: row for row in (*described(library), *installed(packages))}.values())
+    to_complete_rows = [*map(to_complete, tasks[cut:]), *rng.sample(known, min(num_described, len(known))), *invented]
     rng.shuffle(to_complete_rows)
-    chats = [{"prompt": text} for text in from_templates("code", num_chats)]
     folder.mkdir(parents=True, exist_ok=True)
-    paths = folder / "functions.jsonl", folder / "tasks.jsonl", folder / "chats.jsonl"
-    for path, rows in zip(paths, (to_complete_rows, [to_write(task) for task in tasks[:cut]], chats), strict=True):
+    paths = folder / "functions.jsonl", folder / "tasks.jsonl"
+    for path, rows in zip(paths, (to_complete_rows, [to_write(task) for task in tasks[:cut]]), strict=True):
         _write(path, rows, against)
     return paths
 

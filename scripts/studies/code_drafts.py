@@ -6,20 +6,23 @@ on where it stopped.
 
 from __future__ import annotations
 
+import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from studies import _code_prompts
+from studies import _code_invented, _code_prompts
 from studies._study import Made, Work, add_data, bench, tell
 
 TAKES = "seven hours of a core for half a billion parameters"
 PAGES = ("drafts/code-*/*",)
 
-NUM_PROMPTS, NUM_CHATS = 4000, 0
+NUM_TASKS, NUM_DESCRIBED, NUM_INVENTED = 1000, 3000, 1000
+"""Prompts composed here, from docstrings, and made up by the target."""
+BATCH = 128
 ANSWERS = (
-    *("--answer-tokens", 500_000),
+    *("--answer-tokens", 650_000),
     *("--max-new-tokens", 256),
-    *("--batch-size", 128),
+    *("--batch-size", BATCH),
     *("--sampled", 0),
     *("--max-disk", 40),
 )
@@ -54,9 +57,9 @@ def options(parser: ArgumentParser) -> None:
 def make(work: Work, options: Namespace) -> Made:
     prompts = work.folder / "prompts"
     if not prompts.exists():
+        invented = _invented(work, options)
         tell("writing prompts")
-        prompts.mkdir(parents=True)
-        _code_prompts.write(prompts, NUM_PROMPTS, NUM_CHATS, Path(options.data))
+        _code_prompts.write(prompts, NUM_TASKS, NUM_DESCRIBED, invented, Path(options.data))
     name = f"code-{options.target.stem}"
     made: dict[str, Path | str] = {}
     for method in options.method or DRAFTS:
@@ -67,6 +70,16 @@ def make(work: Work, options: Namespace) -> Made:
         made |= {f"drafts/{name}/{method}/{file.name}": file for file in sorted(stored.iterdir())}
         made |= {f"drafts/{name}/{method}/{file}": draft / file for file in CARD if (draft / file).exists()}
     return Made(made)
+
+
+def _invented(work: Work, options: Namespace) -> list[dict[str, str]]:
+    """Return the functions that the target makes up, which are made up once."""
+
+    def made_up() -> str:
+        rows = _code_invented.heads(options.target, NUM_INVENTED, BATCH, options.threads, tell)
+        return "".join(json.dumps(row) + "\n" for row in rows)
+
+    return [json.loads(line) for line in work.once("invented.jsonl", made_up).read_text(encoding="utf-8").splitlines()]
 
 
 CARD = ("README.md", "acceptance.json", "history.json", "training.svg")
