@@ -409,7 +409,7 @@ def _weak(samples: Sequence[Sample], card: cards.Acceptance | None) -> Iterator[
     best = max(sample.al for sample in samples)
     if best < WEAK and (card is None or best < FAR_BELOW * card.al_pooled):
         yield DraftFinding(
-            "the draft has learnt too little",
+            "the draft is undertrained",
             f"{best:.2f} tokens per round at best, and no change helps",
             "train it longer, on more of the target's own answers",
         )

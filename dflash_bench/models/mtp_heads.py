@@ -62,7 +62,7 @@ def read(folder: Path, headers_only: bool = False) -> tuple[MTPConfig, dict[str,
         raise UserError(
             f"{folder} has no MTP heads: expected tensors {PREFIX}* in its weights, such as {PREFIX}fc.weight, or "
             f"model.layers.{depth}.eh_proj.weight",
-            "give heads that are apart from the target as --draft mtp=PATH",
+            "give separately stored heads as --draft mtp=PATH",
         )
     if scales := [name for name in names.values() if name.endswith(("weight_scale_inv", "weight_scale"))]:
         raise UserError(f"{folder}: {min(scales)}: quantised heads are not supported; use the original")

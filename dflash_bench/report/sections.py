@@ -326,7 +326,7 @@ def _best_value(sweep: Sweep, curve: SweepCurve) -> str:
     if slower:
         parts.append(f"it is faster than {_and(slower)}")
     if best.speedup.low is None or best.speedup.low <= 1:
-        parts.append("it is not shown to be faster than plain decoding")
+        parts.append("it has no measurable speed-up over plain decoding")
     return "; ".join(parts) + "."
 
 

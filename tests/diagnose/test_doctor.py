@@ -162,7 +162,7 @@ def test_text_that_the_draft_does_not_know_is_named(tmp_path: Path) -> None:
 def test_a_draft_that_learnt_nothing_is_named(tmp_path: Path) -> None:
     model = tiny.build(tmp_path / "model")
     seen = examined("dflash", model=str(model))
-    assert seen.findings[-1].cause.endswith("learnt too little")
+    assert seen.findings[-1].cause.endswith("undertrained")
 
 
 @pytest.mark.usefixtures("read_once")
