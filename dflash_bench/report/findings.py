@@ -499,7 +499,7 @@ BADGES = {
         "b", "slow baseline", "plain decoding was slower than its forward passes allow, which flatters"
     ),
     "launch_bound": Badge("l", "launch-bound baseline", "plain decoding waited for launches, which flatters"),
-    "shared_machine": Badge("w", "workers shared a machine", "several workers measured on one machine at a time"),
+    "shared_machine": Badge("w", "workers shared a machine", "several workers measured on one machine at once"),
 }
 """Badges by the kind of the finding that explains them."""
 

@@ -352,11 +352,11 @@ class DecodingOptions:
         default=(),
         metavar="R[,R...]",
         parse=numbers,
-        range=Range(rules.above_zero, "is a number above 0 other than 1, which changes nothing; not {values}"),
+        range=Range(rules.above_zero, "takes numbers above 0 other than 1, which changes nothing; not {values}"),
         conflicts=(
             Condition(
                 lambda options: options.repetition_penalty == (1,),
-                "{flag} is a number above 0 other than 1, which changes nothing; not 1",
+                "{flag} takes numbers above 0 other than 1, which changes nothing; not 1",
                 is_of_sweep=True,
             ),
         ),

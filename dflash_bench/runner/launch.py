@@ -249,9 +249,9 @@ def _refuse_too_little(home: str, num_copies: int, drafts: Sequence[Path], num_g
     free = free_bytes("cuda" if num_gpus else "cpu", num_gpus > 0)
     if free is not None and needed > free:
         raise UserError(
-            f"--launch: all servers run at a time, and the target here judges them: that is {num_copies} times the "
+            f"--launch: all servers run at once, and the target here judges them: that is {num_copies} times the "
             f"target's weights and {needed / 1e9:.1f} GB with the drafts, and {free / 1e9:.1f} GB are free; measure "
-            "fewer methods at a time, or start servers on other machines and give --server"
+            "fewer methods per run, or start servers on other machines and give --server"
         )
 
 

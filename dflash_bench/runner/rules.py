@@ -65,12 +65,12 @@ def all_together(flag: str, is_so: Any) -> Condition:
 
 
 def one_process(flag: str, is_so: Any) -> Condition:
-    error = f"--workers measure one prompt each at a time, and {flag} is for one process; leave one out"
+    error = f"--workers measure one prompt each, and {flag} is for one process; leave one out"
     return Condition(is_so, error, is_of_sweep=True)
 
 
 def served_work(flag: str, is_so: Any) -> Condition:
-    why = "a server does the work; --concurrency asks it for several answers at a time"
+    why = "a server does the work; --concurrency asks it for several answers at once"
     return condition(is_so, f"with {flag}: {why}")
 
 

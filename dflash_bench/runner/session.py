@@ -420,8 +420,8 @@ def _judges_report(judges: JudgeReport, run: store.RunStore, tell: Callable[[str
     if judges.changed is not None:
         run.mark_spoiled(f"{judges.changed}, which the judge shares with the engine, was changed while it was measured")
         raise UserError(
-            f"{judges.changed} was changed while the run went on, and the judge reads the same weights; so nothing "
-            "says what the answers are worth; run again"
+            f"{judges.changed} changed during the run, and the judge reads the same weights, so no answer "
+            "can be verified; run again"
         )
     for what, number in judges.objections.items():
         tell(f"note: the judge objected {number} times: {what}")

@@ -29,7 +29,7 @@ TICK_S = 0.01
 STALLED = 0.25
 """The share of an answer's time limit that may pass without a new token."""
 WRONG_REQUEST = (400, 404, 405, 415, 422)
-CONCURRENT = "the server counts no rounds in its answers, and several answers ran at a time"
+CONCURRENT = "the server counts no rounds in its answers, and several answers ran at once"
 
 Clock = Callable[[], float]
 

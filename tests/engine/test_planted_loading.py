@@ -143,7 +143,7 @@ def test_shared_weights_that_change_while_a_run_goes_on_end_it_and_nobody_reads_
 
     status, _, error = matrix.ended(Fault("changed", plant), Way("transformers"), tmp_path / "run", SHORT)
     assert status == 2
-    assert "model.layers.3.mlp.down_proj.weight was changed while the run went on" in error
+    assert "model.layers.3.mlp.down_proj.weight changed during the run" in error
     status, _, error = matrix.command("compare", tmp_path / "run", "--allow", "unfinished")
     assert status == 2 and "proves nothing" in error
 
