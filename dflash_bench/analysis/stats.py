@@ -37,6 +37,8 @@ FEWEST = 8
 instead."""
 FEWEST_TESTED = 5
 """With fewer prompts nothing is tested, either."""
+MIN_PROMPTS = 20
+"""Intervals over fewer prompts are printed with a warning, and not drawn: they would own a picture's scale."""
 MAX_UNITS = 512
 """More prompts than this are dealt into as many groups, which are drawn instead; the width is then right to 3 %."""
 LEAST_ERROR = 0.5
@@ -65,6 +67,8 @@ class Interval:
     """The number of prompts, if they are too few for an interval."""
     own_range: tuple[float, float] | None = field(default=None, compare=False)
     """The least and the greatest value of single prompts, if they are too few for an interval."""
+    num_prompts: int | None = field(default=None, compare=False)
+    """The number of prompts that the interval is over, if known."""
 
     def contains(self, value: float) -> bool:
         """Return whether the interval contains the value; False if there is no interval."""
@@ -76,6 +80,16 @@ class Interval:
         return self.low is not None and self.high is not None and self.high > max(1.0, VAGUE * self.low)
 
     @property
+    def is_over_few(self) -> bool:
+        """Whether it is over fewer than `MIN_PROMPTS` prompts."""
+        return self.num_prompts is not None and self.num_prompts < MIN_PROMPTS
+
+    @property
+    def drawn(self) -> Interval:
+        """The interval as pictures show it: without bounds if they are too far apart, or over too few prompts."""
+        return replace(self, low=None, high=None) if self.is_vague or self.is_over_few else self
+
+    @property
     def half_width(self) -> float | None:
         return None if self.low is None or self.high is None else (self.high - self.low) / 2
 
@@ -84,12 +98,12 @@ class Interval:
         """The interval of the reciprocal."""
         low, high = (None if bound is None else 1 / bound for bound in (self.high, self.low))
         own_range = self.own_range and (1 / self.own_range[1], 1 / self.own_range[0])
-        return Interval(1 / self.value, low, high, self.too_few, own_range)
+        return replace(self, value=1 / self.value, low=low, high=high, own_range=own_range)
 
     def scaled(self, scale: float) -> Interval:
         low, high = (None if bound is None else scale * bound for bound in (self.low, self.high))
         own_range = self.own_range and (scale * self.own_range[0], scale * self.own_range[1])
-        return Interval(scale * self.value, low, high, self.too_few, own_range)
+        return replace(self, value=scale * self.value, low=low, high=high, own_range=own_range)
 
     def within(self, least: float, most: float) -> Interval:
         """Return the interval clipped to possible values, from `least` to `most`; the value stays in it."""
@@ -153,7 +167,9 @@ def intervals(columns: Floats, statistics: Sequence[Statistic], *, seed: int = S
         return [None if value is None else _bare(value, [(columns, statistic)]) for value, statistic in pairs]
     spreads = iter(_spreads(columns, [statistic for value, statistic in pairs if value], seed))
     return [
-        None if value is None else _around(value, next(spreads) if value else None).within(0.0, statistic.at_most)
+        None
+        if value is None
+        else _around(value, next(spreads) if value else None, len(columns)).within(0.0, statistic.at_most)
         for value, statistic in pairs
     ]
 
@@ -182,7 +198,7 @@ def geometric_mean(parts: Sequence[tuple[Floats, Ratio | Statistic]]) -> Interva
         errors=np.sqrt(np.sum([s.errors**2 for s in rolled], axis=0)) / number,
         df=min(s.df for s in rolled),
     )
-    return _around(middle, mean)
+    return _around(middle, mean, sum(len(columns) for columns, _ in parts))
 
 
 def changes(columns: Floats, ratios: Sequence[Ratio]) -> list[Change | None]:
@@ -402,18 +418,20 @@ def _bare(value: float, parts: Sequence[tuple[Floats, Statistic]]) -> Interval:
     own = np.concatenate([statistic(columns) for columns, statistic in parts])
     known = own[np.isfinite(own)]
     own_range = (float(known.min()), float(known.max())) if len(known) else None
-    return Interval(value, None, None, min(len(columns) for columns, _ in parts), own_range)
+    fewest = min(len(columns) for columns, _ in parts)
+    return Interval(value, None, None, fewest, own_range, fewest)
 
 
-def _around(value: float, spread: _Spread | None) -> Interval:
+def _around(value: float, spread: _Spread | None, num_prompts: int) -> Interval:
     """Return the interval of a value. Only a value above 0 has a `spread`."""
     if value < 0:
         # A difference of seconds that rounding made negative has no logarithm.
         return Interval(value, None, None)
     if spread is None or value == 0 or spread.error < NO_ERROR:
-        return Interval(value, value, value)
+        return Interval(value, value, value, num_prompts=num_prompts)
     half = _factor(spread) * spread.error
-    return Interval(value, value * float(np.exp(-half)), value * float(np.exp(half)))
+    low, high = value * float(np.exp(-half)), value * float(np.exp(half))
+    return Interval(value, low, high, num_prompts=num_prompts)
 
 
 def _factor(spread: _Spread) -> float:

@@ -209,10 +209,11 @@ def colour_of(document: Document, method: str) -> str:
 
 
 def _ends(interval: Interval) -> tuple[float, float]:
-    """Return the drawn bounds: the value itself without bounds, or with bounds too far apart to be informative."""
-    if interval.low is None or interval.high is None or interval.is_vague:
+    """Return the drawn bounds: the value itself if none are drawn."""
+    drawn = interval.drawn
+    if drawn.low is None or drawn.high is None:
         return interval.value, interval.value
-    return interval.low, interval.high
+    return drawn.low, drawn.high
 
 
 Filters = Mapping[str, tuple[str, Mapping[str, str]]]

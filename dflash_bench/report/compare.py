@@ -21,13 +21,13 @@ from dflash_bench.analysis.compare import (
     over_runs,
     repeats,
 )
-from dflash_bench.analysis.findings import MIN_PROMPTS, last_part
 from dflash_bench.analysis.findings import cells_of as cells_of_run
+from dflash_bench.analysis.findings import last_part
 from dflash_bench.analysis.gate.checks import FORBIDDEN
 from dflash_bench.analysis.metrics import BASELINE, FORMULAS
 from dflash_bench.analysis.peers import benches, paper, zlab
 from dflash_bench.analysis.peers.zlab import HarnessVersion
-from dflash_bench.analysis.stats import FEWEST
+from dflash_bench.analysis.stats import FEWEST, MIN_PROMPTS
 from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.files import write_output

@@ -14,10 +14,11 @@ from typing import Any
 
 from dflash_bench.analysis import stats
 from dflash_bench.analysis.cells import Cell
-from dflash_bench.analysis.findings import MIN_PROMPTS, observe
+from dflash_bench.analysis.findings import observe
 from dflash_bench.analysis.findings.base import Observation
 from dflash_bench.analysis.findings.speed import parts_of
 from dflash_bench.analysis.metrics import BASELINE
+from dflash_bench.analysis.stats import MIN_PROMPTS
 from dflash_bench.core import dialects
 from dflash_bench.core.measurement import measurements
 from dflash_bench.core.methods import METHODS, name_of, shown

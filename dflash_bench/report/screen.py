@@ -153,7 +153,7 @@ def _texts(
     interval, bar = "", ""
     if speedup and speedup.low is not None and speedup.high is not None:
         interval = bounds(speedup)
-        bar = "" if speedup.is_vague else _bar(speedup.low, speedup.value, speedup.high, scale)
+        bar = _bar(speedup.low, speedup.value, speedup.high, scale) if speedup == speedup.drawn else ""
     elif speedup and speedup.too_few:
         interval = f"({few(speedup)})"
     return {
@@ -205,8 +205,7 @@ def speed_text(cells: Sequence[Cell]) -> str:
 
 def _scale(speedups: Sequence[Interval]) -> tuple[float, float]:
     """Return the least and the largest bound of all intervals that are drawn."""
-    drawn = [one for one in speedups if not one.is_vague]
-    ends = [bound for one in drawn for bound in (one.low, one.high) if bound is not None and bound > 0]
+    ends = [bound for one in speedups for bound in (one.drawn.low, one.drawn.high) if bound is not None and bound > 0]
     return (min(ends), max(ends)) if ends else (1.0, 1.0)
 
 

@@ -18,12 +18,12 @@ import numpy as np
 
 from dflash_bench.analysis import noise, stats
 from dflash_bench.analysis.cells import PARTED, Cell, parts
-from dflash_bench.analysis.findings import MIN_PROMPTS
 from dflash_bench.analysis.gate import checks as gate_checks
 from dflash_bench.analysis.gate.baselines import LIMITS
 from dflash_bench.analysis.gate.checks import adjust
 from dflash_bench.analysis.metrics import METRICS, SUMS, statistic_of
 from dflash_bench.analysis.noise import METHOD_NOISE
+from dflash_bench.analysis.stats import MIN_PROMPTS
 from studies._study import ROOT, Made, Work, tell, write
 
 TAKES = "half an hour of one core"

@@ -28,8 +28,8 @@ NO_THINKING = Settings(thinking=False).id
 Main = Callable[..., tuple[int, str, str]]
 
 
-def material(folder: Path, noise: float = 0.01, **identity: object) -> Material:
-    rows = [*answers(12, noise), *[replace(row, suite="math500") for row in answers(12, noise, seed=1)]]
+def material(folder: Path, noise: float = 0.01, number: int = 24, **identity: object) -> Material:
+    rows = [*answers(number, noise), *[replace(row, suite="math500") for row in answers(number, noise, seed=1)]]
     return Material(read_document(stored(folder, rows, **identity)))
 
 
@@ -41,6 +41,15 @@ def test_bars_are_the_speedups_and_whiskers_their_intervals(tmp_path: Path) -> N
     ends = [segment[:, 1].tolist() for segment in axes.collections[0].get_segments()]
     assert ends == [pytest.approx([interval.low, interval.high]) for interval in found]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["gsm8k\n(embedded)", "math500"]
+
+
+def test_no_interval_over_few_prompts_is_drawn(tmp_path: Path) -> None:
+    made = material(tmp_path / "run", number=19)
+    cell = made.cell(("gsm8k", NO_THINKING), "dflash")
+    assert cell is not None and cell.figures["speedup.decode"].low is not None
+    figure = speed.speedup(made)
+    assert not [segment for segment in figure.axes[0].collections[0].get_segments() if len(segment)]
+    assert "none under 20 prompts" in " ".join(figure.legends[0].get_title().get_text().split())
 
 
 def legend_of(folder: Path, rows: Sequence[Answer], **identity: Any) -> list[str]:

@@ -12,16 +12,17 @@ from typing import Any
 
 from dflash_bench.analysis.cells import Cell, by_cell, has_baseline, mismatched, summarise, without_errors
 from dflash_bench.analysis.findings import servers, speed, timing
-from dflash_bench.analysis.findings.base import MIN_PROMPTS, CellContext, Observation, place_of
+from dflash_bench.analysis.findings.base import CellContext, Observation, place_of
 from dflash_bench.analysis.findings.speed import DEAD_AL, never_drafts
 from dflash_bench.analysis.metrics import BASELINE
+from dflash_bench.analysis.stats import MIN_PROMPTS
 from dflash_bench.core.measurement import measurements
 from dflash_bench.core.methods import has_draft, is_imposed, is_lossy, is_probe, is_tree
 from dflash_bench.core.types import CODE_SCORERS
 from dflash_bench.results.run_info import RunIdentity, RunInfo
 from dflash_bench.results.table import RunTable
 
-__all__ = ["CHECKS", "DEAD_AL", "MIN_PROMPTS", "cells_of", "forbidding", "last_part", "observe"]
+__all__ = ["CHECKS", "DEAD_AL", "cells_of", "forbidding", "last_part", "observe"]
 
 SATURATED = 0.5
 """Share of rounds that keep the whole draft."""

@@ -12,7 +12,6 @@ from dflash_bench.core.methods import draft_of
 from dflash_bench.core.types import CellKey
 from dflash_bench.results.run_info import DraftEntry, RunIdentity, RunInfo
 
-MIN_PROMPTS = 20
 FORBIDS: Mapping[tuple[str, str], str] = {
     ("mismatch", "engine"): "cell",
     ("mismatch", "control"): "cell",

@@ -19,7 +19,6 @@ from dflash_bench.report.plots.style import (
     mark,
     name_axes,
     panels,
-    told,
     top_of,
 )
 from dflash_bench.results.rounds import Histogram, accept_at
@@ -92,7 +91,7 @@ def output(material: Material) -> Any:
             style = {"color": look[method]["color"], "marker": look[method]["marker"]}
             line = axes.plot([x for x, _ in points], [interval.value for _, interval in points], label=method, **style)
             mark(line, method=method)
-            bounds = [(x, known.low, known.high) for x, known in ((x, told(one)) for x, one in points) if known.low]
+            bounds = [(x, known.low, known.high) for x, known in ((x, one.drawn) for x, one in points) if known.low]
             if bounds:
                 color = look[method]["color"]
                 band = axes.fill_between(*zip(*bounds, strict=True), color=color, alpha=0.16, linewidth=0)

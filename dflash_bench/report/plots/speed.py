@@ -29,7 +29,6 @@ from dflash_bench.report.plots.style import (
     mark,
     name_axes,
     panels,
-    told,
     top_of,
     type_size,
 )
@@ -70,7 +69,7 @@ def speedup(material: Material) -> Any:
         axes.errorbar(xs, values, errors(intervals), fmt="none", ecolor=INK, elinewidth=1.2, capsize=3)
         for x, interval in zip(xs, intervals, strict=True):
             if len(groups) * len(methods) <= MOST_LABELS:
-                above = min(told(interval).high or interval.value, top or inf)
+                above = min(interval.drawn.high or interval.value, top or inf)
                 axes.annotate(
                     f"{interval.value:.2f}",
                     (x, above),

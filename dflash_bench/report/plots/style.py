@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from math import nan
@@ -22,7 +22,7 @@ from dflash_bench.analysis import stats
 from dflash_bench.analysis.cells import Cell
 from dflash_bench.analysis.metrics import BASELINE, METRICS, possible
 from dflash_bench.analysis.peers import paper, zlab
-from dflash_bench.analysis.stats import FEWEST, Interval
+from dflash_bench.analysis.stats import MIN_PROMPTS, Interval
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import visible
 from dflash_bench.core.types import CellKey
@@ -224,14 +224,9 @@ def name_axes(axes_of: Mapping[Any, Any], below: str, beside: str) -> None:
             axes.set_xlabel(below)
 
 
-def told(interval: Interval) -> Interval:
-    """Return an interval, without bounds that are too far apart to be informative, which plots leave out."""
-    return replace(interval, low=None, high=None) if interval.is_vague else interval
-
-
 def errors(intervals: Sequence[Interval]) -> list[list[float]]:
     """Return distances below and above the values, for error bars; NaN, which draws nothing, without an interval."""
-    intervals = list(map(told, intervals))
+    intervals = [interval.drawn for interval in intervals]
     below = [nan if interval.low is None else interval.value - interval.low for interval in intervals]
     above = [nan if interval.high is None else interval.high - interval.value for interval in intervals]
     return [below, above]
@@ -252,7 +247,7 @@ def draw_plain(axes: Any) -> None:
 
 def top_of(intervals: Sequence[Interval]) -> float | None:
     """Return the end of an axis that intervals over a handful of prompts would flatten; None if none does."""
-    intervals = list(map(told, intervals))
+    intervals = [interval.drawn for interval in intervals]
     values = [interval.value for interval in intervals]
     highest = max((interval.high for interval in intervals if interval.high is not None), default=0.0)
     return TALLEST * max(values) if values and highest > TALLEST * max(values) else None
@@ -263,7 +258,7 @@ def bars_note(intervals: Iterable[Interval], top: float | None = None, what: str
     cut = ", cut off where too long" if top is not None else ""
     several = list(intervals)
     none = ", none where it is too wide to tell" if any(interval.is_vague for interval in several) else ""
-    few = f", none under {FEWEST} prompts" if any(interval.too_few for interval in several) else ""
+    few = f", none under {MIN_PROMPTS} prompts" if any(interval.is_over_few for interval in several) else ""
     return f"{what}: 95 % interval over prompts{cut}{none}{few}"
 
 
