@@ -40,22 +40,24 @@ def test_files_are_prompts_of_the_suites_wording_without_their_rows(tmp_path: Pa
     (packages / "one").mkdir(parents=True)
     (packages / "one" / "words.py").write_text(f"def counted(text):\n    '{told} Then count.'\n")
     invented = [_code_prompts.row("one", 'def made_up(x):\n    """Return a list of what is in x."""\n')]
+    words = "Write a function to multiply a given number by ten and return the product as a decimal fraction."
+    asked = [{"task_id": "one", "prompt": words, "test_imports": [], "test_list": ["assert ten(1) == 10.0"]}]
 
     def written(folder: Path) -> list[list[dict[str, Any]]]:
-        paths = _code_prompts.write(folder, 40, 9, invented, tmp_path, library, packages)
+        paths = _code_prompts.write(folder, 40, 9, invented, asked, tmp_path, library, packages)
         return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
 
     rows = written(tmp_path)
-    assert [len(part) for part in rows] == [33, 10]
+    assert [len(part) for part in rows] == [33, 11]
     known = {row["prompt"] for row in rows[0]}
     assert f'def known(text, width=70):\n    """{told}\n    """\n' in known and invented[0]["prompt"] in known
     assert any(prompt.startswith("def counted(text)") for prompt in known)
     leaked = tmp_path / "mbpp" / "test.jsonl"
     leaked.parent.mkdir()
-    leaked.write_text(json.dumps(rows[1][3] | {"test_imports": []}) + "\n")
-    assert written(tmp_path / "again")[1] == [row for row in rows[1] if row != rows[1][3]]
+    leaked.write_text(json.dumps(asked[0]) + "\n")
+    assert written(tmp_path / "again")[1] == [row for row in rows[1] if row != asked[0]]
     chats = list(prompts.from_files([f"humaneval={tmp_path}/functions.jsonl", f"mbpp={tmp_path}/tasks.jsonl"]))
-    assert len(chats) == 43 and "Complete this Python function" in chats[0].text
+    assert len(chats) == 44 and "Complete this Python function" in chats[0].text
 
 
 def test_of_what_the_target_writes_all_before_the_body_is_kept() -> None:
@@ -67,3 +69,10 @@ def test_of_what_the_target_writes_all_before_the_body_is_kept() -> None:
         'def f(x):\n    """Short."""\n',
     ]
     assert [_code_invented.head_of(text) for text in none] == [None, None, None]
+
+
+def test_of_what_the_target_writes_tests_are_kept() -> None:
+    tests = ["assert ten(1) == 10", "assert ten(2) == 20", "assert round(ten(3), 1) == 30.0"]
+    assert _code_invented.tests_of("\n".join([*tests, "assert ten(4) == 40", "Thanks!"])) == tests
+    none = ["\n".join(tests[:2]), "\n".join(["def ten(x):", *tests]), "\n".join([*tests[:2], "assert ten(3 == 30"])]
+    assert [_code_invented.tests_of(text) for text in none] == [[], [], []]

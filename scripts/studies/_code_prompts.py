@@ -298,26 +298,29 @@ def write(
     folder: Path,
     num_tasks: int,
     num_described: int,
-    invented: Iterable[Row],
+    functions: Iterable[Row],
+    asked: Iterable[Row],
     against: Path,
     library: Path = LIBRARY,
     packages: Path = INSTALLED,
 ) -> tuple[Path, Path]:
     """Write files of prompts to `folder`, in the columns of humaneval and mbpp: functions to complete, and to write.
 
-    A quarter of the composed tasks are to be written; the described functions, drawn at random from the library and the
-    installed packages, and the invented ones are all to be completed. What occurs in a suite in the folder `against` is
-    left out.
+    A quarter of the composed tasks are to be written, and what the target asked for. The described functions, drawn at
+    random from the library and the installed packages, and the target's `functions` are all to be completed. What
+    occurs in a suite in the folder `against` is left out.
     """
     rng = Random(0)
     tasks = rng.sample(composed(), num_tasks)
     cut = num_tasks // 4
     known = list({row["prompt"]: row for row in (*described(library), *installed(packages))}.values())
-    to_complete_rows = [*map(to_complete, tasks[cut:]), *rng.sample(known, min(num_described, len(known))), *invented]
+    to_complete_rows = [*map(to_complete, tasks[cut:]), *rng.sample(known, min(num_described, len(known))), *functions]
+    to_write_rows = [*map(to_write, tasks[:cut]), *asked]
     rng.shuffle(to_complete_rows)
+    rng.shuffle(to_write_rows)
     folder.mkdir(parents=True, exist_ok=True)
     paths = folder / "functions.jsonl", folder / "tasks.jsonl"
-    for path, rows in zip(paths, (to_complete_rows, [to_write(task) for task in tasks[:cut]]), strict=True):
+    for path, rows in zip(paths, (to_complete_rows, to_write_rows), strict=True):
         _write(path, rows, against)
     return paths
 

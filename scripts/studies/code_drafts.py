@@ -16,8 +16,8 @@ from studies._study import Made, Work, add_data, bench, tell
 TAKES = "seven hours of a core for half a billion parameters"
 PAGES = ("drafts/code-*/*",)
 
-NUM_TASKS, NUM_DESCRIBED, NUM_INVENTED = 1000, 3000, 1000
-"""Prompts composed here, from docstrings, and made up by the target."""
+NUM_TASKS, NUM_DESCRIBED, NUM_INVENTED = 1000, 1500, 1000
+"""Prompts composed here, from docstrings, and made up by the target for each suite."""
 BATCH = 128
 ANSWERS = (
     *("--answer-tokens", 650_000),
@@ -57,9 +57,9 @@ def options(parser: ArgumentParser) -> None:
 def make(work: Work, options: Namespace) -> Made:
     prompts = work.folder / "prompts"
     if not prompts.exists():
-        invented = _invented(work, options)
+        functions, asked = _invented(work, options)
         tell("writing prompts")
-        _code_prompts.write(prompts, NUM_TASKS, NUM_DESCRIBED, invented, Path(options.data))
+        _code_prompts.write(prompts, NUM_TASKS, NUM_DESCRIBED, functions, asked, Path(options.data))
     name = f"code-{options.target.stem}"
     made: dict[str, Path | str] = {}
     for method in options.method or DRAFTS:
@@ -72,14 +72,16 @@ def make(work: Work, options: Namespace) -> Made:
     return Made(made)
 
 
-def _invented(work: Work, options: Namespace) -> list[dict[str, str]]:
-    """Return the functions that the target makes up, which are made up once."""
+def _invented(work: Work, options: Namespace) -> list[list[_code_prompts.Row]]:
+    """Return the functions and the tasks that the target makes up, which are made up once."""
 
     def made_up() -> str:
-        rows = _code_invented.heads(options.target, NUM_INVENTED, BATCH, options.threads, tell)
-        return "".join(json.dumps(row) + "\n" for row in rows)
+        author = _code_invented.Author(options.target, options.threads)
+        kinds = (_code_invented.heads, _code_invented.tasks)
+        return json.dumps([list(kind(author, NUM_INVENTED, BATCH, tell)) for kind in kinds])
 
-    return [json.loads(line) for line in work.once("invented.jsonl", made_up).read_text(encoding="utf-8").splitlines()]
+    made: list[list[_code_prompts.Row]] = json.loads(work.once("invented.json", made_up).read_text(encoding="utf-8"))
+    return made
 
 
 CARD = ("README.md", "acceptance.json", "history.json", "training.svg")
