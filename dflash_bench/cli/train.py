@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -45,7 +47,7 @@ def train(
         say(expected)
         return
     try:
-        with status() as tell:
+        with status() if _is_first() else nullcontext(lambda _: None) as tell:
             folder = session.perform(request, tell)
     except KeyboardInterrupt:
         note("stopped; the same command continues")
@@ -75,3 +77,8 @@ def _draw(folder: Path, method: str) -> str:
         return f"how its acceptance grew: {path}"
     except plots.NothingToPlotError as error:
         return f"no picture of the training: {error}"
+
+
+def _is_first() -> bool:
+    """Whether this is the first of the processes that a launcher started, which alone reports progress."""
+    return os.environ.get("RANK", "0") == "0"

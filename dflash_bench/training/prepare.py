@@ -202,9 +202,12 @@ def _require_disk(prepared: PreparedTraining) -> None:
 
 
 def disk_bytes(prepared: PreparedTraining) -> int:
-    """Return the bytes of the stored states if every answer has the maximum length."""
-    longest = prepared.plan.max_new_tokens
-    tokens = sum(len(one.ids) + longest for one in prepared.requests)
+    """Return the bytes of the stored states if every answer has the maximum length, or together --answer-tokens."""
+    longest, enough = prepared.plan.max_new_tokens, prepared.request.answer_tokens
+    answers = longest * len(prepared.requests)
+    if enough is not None:
+        answers = min(answers, enough + longest * prepared.plan.batch_size * prepared.group.size)
+    tokens = sum(len(one.ids) for one in prepared.requests) + answers
     tokens += prepared.num_later * (round(prompts.LONGEST_SHARE * ROW_LENGTH) + longest)
     return tokens * len(prepared.plan.layers) * int(prepared.target.config.hidden_size) * torch.bfloat16.itemsize
 

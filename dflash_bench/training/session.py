@@ -273,7 +273,6 @@ def perform(request: TrainRequest, tell: Tell) -> Path | None:
         raise UserError(f"{folder} holds a draft already; give another --out")
     prepared = prepare(request, tell)
     request, group = prepared.request, prepared.group
-    tell = tell if group.is_first else lambda _: None
     if request.init is not None:
         _begun(prepared)  # before anything is written that another --init would have to match
     if group.is_first:

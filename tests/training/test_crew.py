@@ -164,6 +164,7 @@ def test_a_draft_is_trained_by_two_processes(tmp_path: Path, launch: Launch) -> 
     ]
     ended = launch("", words, 2)
     assert [code for code, _ in ended] == [0, 0], ended
+    assert ["loading the target" in said for _, said in ended] == [True, False]
     assert "al_pooled" in json.loads((tmp_path / "out" / "dflash" / "acceptance.json").read_text())
     assert (tmp_path / "out" / "dflash" / "training.svg").read_bytes().startswith(b"<?xml")
     parts = list((tmp_path / "out" / "work" / "answers").glob("answers-*.safetensors"))

@@ -412,6 +412,8 @@ def test_an_estimate_tries_a_little_and_keeps_nothing(target: Path, tmp_path: Pa
     assert told.num_answers == 30 and told.num_tokens == round(30 * 12 * estimate.LIKELY_SHARE)
     assert told.answers_s > 0 and told.training_s > 0 and told.num_steps >= 1 and told.memory_bytes > 10**7
     assert told.disk_bytes > told.num_tokens * 32 * 3 * 2
+    few = request(target, tmp_path / "out", steps=None, epochs=2.0, answer_tokens=12, batch_size=2)
+    assert estimate.estimate(few, lambda _: None).disk_bytes < told.disk_bytes
     assert [line.split()[0] for line in str(told).splitlines()] == ["answers", "training", "disk", "memory"]
     assert not (tmp_path / "out").exists()
 
