@@ -94,10 +94,7 @@ def _rows(document: Document, suites: Sequence[str], has_mean: bool) -> Iterable
         if at:
             yield r"\midrule"
         rows = [_pairs(document, line, suites, has_mean) for line in members]
-        best = [
-            tuple(max((value for row in rows if (value := _value(row[column][side]))), default=None) for side in (0, 1))
-            for column in range(len(rows[0]))
-        ]
+        best = [tuple(_best([row[column][side] for row in rows]) for side in (0, 1)) for column in range(len(rows[0]))]
         for line, row in zip(members, rows, strict=True):
             cells = [
                 _cell(pair[side], best[column][side], "$\\times$" if side == 0 else "")
@@ -123,6 +120,12 @@ def _pair(cell: Cell | None) -> Pair:
 
 def _value(value: Interval | float | None) -> float | None:
     return value.value if isinstance(value, Interval) else value
+
+
+def _best(several: Sequence[Interval | float | None]) -> float | None:
+    """Return the greatest value, which is set in bold; None if there is nothing to compare it with."""
+    values = [value for one in several if (value := _value(one))]
+    return max(values) if len(values) > 1 else None
 
 
 def _cell(value: Interval | float | None, best: float | None, unit: str) -> str:

@@ -12,7 +12,7 @@ from dflash_bench.analysis.metrics import BASELINE, METRICS, statistic_of
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
 from dflash_bench.core.labels import clipped, visible
-from dflash_bench.core.methods import PLAIN, has_draft, is_lossy
+from dflash_bench.core.methods import PLAIN, draft_of, has_draft, is_lossy
 from dflash_bench.core.types import Settings
 from dflash_bench.report.document import Document, Mean, MethodLine, over_all
 from dflash_bench.report.sections import WRONG, best_values, crossings
@@ -376,8 +376,10 @@ def _where(document: Document, method: str) -> str:
 def is_known_text(document: Document, method: str) -> bool:
     """Return whether the method's draft was trained on the kind of text that it was measured on."""
     suites = {cell.source for cell in document.cells if cell.num_prompts}
-    is_nano = str(document.results.info.identity.model) == "nano" and has_draft(method)
-    return is_nano and all(map(labels.is_embedded, suites))
+    info = document.results.info
+    own = {draft.partition("=")[0] for draft in info.options.drafts}
+    is_nanos = str(info.identity.model) == "nano" and has_draft(method) and draft_of(method) not in own
+    return is_nanos and all(map(labels.is_embedded, suites))
 
 
 def warnings_of(document: Document) -> list[str]:

@@ -306,6 +306,8 @@ class ChosenModel(StoredModel):
 
     target: str | None = None
     model: str | None = None
+    drafts: list[str] = []
+    """As METHOD=DRAFT."""
 
 
 class ResumedProcess(StoredModel):

@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dflash_bench.core.types import Answer, Settings
-from dflash_bench.report.screen import WIDTH, screen
+from dflash_bench.report import read_document
+from dflash_bench.report.screen import WIDTH, is_known_text, screen
+from dflash_bench.results.run_info import ChosenModel
 from helpers.each import each
 from helpers.pages import cells_of, document, findings
 from helpers.rows import generation, pair, record
+from helpers.runs import asked, stored
 
 
 def of(rows: Sequence[Answer], width: int = WIDTH) -> str:
@@ -50,6 +54,16 @@ def test_it_says_how_much_faster_and_how_sure_that_is() -> None:
     text = " ".join(of(several()).split())
     assert re.search(r"dflash is 2\.\d+ times as fast .*\(2\.\d+ to 2\.\d+\)", text) and "24/24 ✓" in text
     assert "●" in text and "plain 1.00x" in text
+
+
+@each("own", [False, True])
+def test_of_nanos_drafts_alone_it_is_known_what_they_were_trained_on(own: bool, tmp_path: Path) -> None:
+    rows = several(methods=("dflash",))
+    run = read_document(stored(tmp_path / "run", rows, model="nano", **asked("gsm8k", source="embedded")))
+    info = run.results.info
+    info = info.model_copy(update={"options": ChosenModel(drafts=["dflash=mine"] if own else [])})
+    run = replace(run, results=replace(run.results, info=info))
+    assert is_known_text(run, "dflash") is not own
 
 
 def test_a_speed_up_that_may_be_none_is_not_claimed() -> None:
