@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
-from inspect import formatannotation
 from io import StringIO
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
-from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.core.secrets import arguments
+from dflash_bench.core.errors import UserError
 from dflash_bench.models import presets
 from dflash_bench.results.store import RUNS
 from dflash_bench.runner import session
 from dflash_bench.runner.config import RunRequest
+from dflash_bench.runner.requests import ALIASES, request_of
 from dflash_bench.runner.session import Progress
 
 if TYPE_CHECKING:
@@ -28,8 +25,6 @@ if TYPE_CHECKING:
 
 Words = str | Sequence[str]
 """One value, or several."""
-ALIASES = {"suite": "suites", "method": "methods", "draft": "drafts", "server": "servers"}
-"""The singular names of options, as on the command line, and the fields that hold them."""
 
 
 def run(
@@ -94,62 +89,6 @@ def default_folder(request: RunRequest) -> Path:
     """Return the folder of a run without `out`: results/runs/TIME-MODEL below the current folder."""
     name = presets.name(request.name).rpartition("/")[2]
     return RUNS / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}"
-
-
-def request_of(**options: Any) -> RunRequest:
-    """Return the request of these options. Raises UserError for an unknown name."""
-    return RunRequest(**{"suites": (), "methods": ()} | typed_options(RunRequest, options, "option", ALIASES))
-
-
-def typed_options(
-    request: type[Any], options: Mapping[str, Any], kind: str, aliases: Mapping[str, str] = MappingProxyType({})
-) -> dict[str, Any]:
-    """Return the options that are not None, in the types of the request's fields.
-
-    Raises UserError, which calls them a `kind`, for a name that is no field.
-    """
-    types = {field.name: _type_name(field.type) for field in fields(request)}
-    chosen = {}
-    for name, value in options.items():
-        field = aliases.get(name, name)
-        if field not in types:
-            raise unknown(kind, name, [*types, *aliases])
-        if value is not None:
-            chosen[field] = _value(field, types[field], value)
-    return chosen
-
-
-def _type_name(kind: Any) -> str:
-    return kind if isinstance(kind, str) else formatannotation(kind).replace("pathlib.", "")
-
-
-def _value(field: str, kind: str, value: Any) -> Any:
-    """Return the value in the type of its field."""
-    if field == "launch_args":
-        return arguments(value, "--launch-args")
-    if field in ("drafts", "servers", "over") and isinstance(value, Mapping):
-        return tuple(f"{name}={_listed(values)}" for name, values in value.items())
-    if kind.startswith("tuple"):
-        several = [value] if isinstance(value, str | Path) or not isinstance(value, Iterable) else value
-        return tuple(map(_number if "float" in kind else _text, several))
-    if kind.startswith("Path"):
-        return Path(value)
-    return str(value) if kind.startswith("str") else value
-
-
-def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, int) else value
-
-
-def _text(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
-
-
-def _listed(values: Any) -> str:
-    """Join the values of a sweep by commas; return other values unchanged."""
-    if isinstance(values, str | Path) or not isinstance(values, Iterable):
-        return str(values)
-    return ",".join(map(str, values))
 
 
 def _call(request: RunRequest, options: Mapping[str, Any]) -> str:

@@ -10,8 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from dflash_bench.api.measuring import Words, progress_display, request_of, typed_options
+from dflash_bench.api.measuring import Words, progress_display
 from dflash_bench.core.errors import UserError
+from dflash_bench.runner.requests import request_of, typed_options
 
 if TYPE_CHECKING:
     from dflash_bench.api.options import Options

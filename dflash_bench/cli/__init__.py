@@ -28,6 +28,7 @@ PARTS = {
     "diagnose": "try verify-distribution profile doctor conform crosscheck",
     "models": "models fetch inspect convert build-datastore",
     "train": "train",
+    "reproduce": "reproduce",
     "results": "runs index open compare import baseline check",
     "show": "report replay card movie plot",
 }
@@ -35,7 +36,7 @@ PARTS = {
 
 
 JOBS = {
-    "Measure": "run sweep try demo",
+    "Measure": "run sweep try demo reproduce",
     "Decide": "recommend replay profile doctor",
     "Read": "report compare runs open card movie plot index import",
     "Gate": "baseline check",

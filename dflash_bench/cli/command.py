@@ -32,6 +32,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dflash-bench recommend --prompts mine.jsonl --concurrency 1,8,32 --for 30m",
         "dflash-bench recommend --model qwen3-8b --suite chat --method dflash,eagle3 --launch vllm -o race",
     ),
+    "reproduce": (
+        "dflash-bench reproduce table1 --model qwen3-4b --data hub",
+        "dflash-bench reproduce table12 --model nano --limit 8",
+    ),
     "demo": (
         "dflash-bench demo",
         "dflash-bench demo 'What is 17 times 23?' --model smollm2 --method eagle3",

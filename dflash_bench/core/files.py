@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -325,3 +325,23 @@ def sync(folder: Path) -> None:
 def io_error(do: str, path: Path, error: BaseException) -> UserError:
     """Return the error for a file that could not be read or written, with the first line of the reason."""
     return UserError(f"cannot {do} {path}: {getattr(error, 'strerror', None) or first_line(error)}")
+
+
+def check_same_options(path: Path, options: Mapping[str, Any], what: str) -> None:
+    """Write the options of a folder of work to `path`, or compare them with the options found there.
+
+    Raises UserError if any differs, so that the results of different options are never mixed.
+    """
+    wanted = json.loads(json.dumps(options))
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, wanted)
+    stored = json_of(path)
+    if not isinstance(stored, dict):
+        raise UserError(f"{path} does not hold the options of {what}; restore it, or use another --out")
+    for name, value in stored.items():
+        if wanted.get(name) != value:
+            raise UserError(
+                f"{path.parent} holds {what} with {name} {value}, not {wanted.get(name)}; use the same options, "
+                "or another --out"
+            )

@@ -24,7 +24,6 @@ from dflash_bench.engine.rows import HostClock, Limits
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.training.distributed import ALONE, ProcessGroup
-from dflash_bench.training.trainer import check_same_options
 
 PLAN = "answers.json"
 ENDS = 2
@@ -100,7 +99,7 @@ def collect(
     written = [{name: value for name, value in asdict(one).items() if value != ()} for one in requests]
     prompts = zlib.crc32(repr(written).encode())
     if group.is_first:
-        check_same_options(folder / PLAN, asdict(plan) | {"prompts": prompts}, "answers")
+        files.check_same_options(folder / PLAN, asdict(plan) | {"prompts": prompts}, "answers")
     group.wait()
     parts = list(enumerate(batches(requests, plan.batch_size, plan.seed)))
     num_tokens = 0

@@ -26,7 +26,6 @@ from dflash_bench.training.config import BLOCKS, TrainRequest
 from dflash_bench.training.contamination import Overlap
 from dflash_bench.training.distributed import ProcessGroup, init_distributed
 from dflash_bench.training.prompts import Chat
-from dflash_bench.training.trainer import check_same_options
 
 ROW_LENGTH = 512
 PASSES = 3
@@ -170,7 +169,7 @@ def _invent(request: TrainRequest, models: Models, target: Target, tell: Tell) -
     work = request.out / "work"
     path = work / "invented.json"
     options = request.values("invented", "openings", "batch_size", "seed")
-    check_same_options(work / "invented-by.json", options, "prompts of the target's own")
+    files.check_same_options(work / "invented-by.json", options, "prompts of the target's own")
     if not path.exists():
         stops = stop_ids(models.target, models.tokenizer)
         texts = list(prompts.invent(target, models.tokenizer, stops, request, tell))

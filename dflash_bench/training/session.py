@@ -42,7 +42,7 @@ from dflash_bench.training.eagle3 import Eagle3Objective
 from dflash_bench.training.medusa import MedusaObjective
 from dflash_bench.training.mtp import MTPObjective
 from dflash_bench.training.prepare import ROW_LENGTH, PreparedTraining, Tell, pad_id, prepare
-from dflash_bench.training.trainer import DraftRecipe, History, Objective, check_same_options
+from dflash_bench.training.trainer import DraftRecipe, History, Objective
 
 # Acceptance of a draft in training, measured by decoding with it, as in `run`.
 #
@@ -276,7 +276,7 @@ def perform(request: TrainRequest, tell: Tell) -> Path | None:
     if request.init is not None:
         _begun(prepared)  # before anything is written that another --init would have to match
     if group.is_first:
-        check_same_options(
+        files.check_same_options(
             request.out / "work" / f"{request.method}.json", request.values(*DECISIVE, "rate", "seed"), "a training"
         )
     folders = collect(prepared, tell)

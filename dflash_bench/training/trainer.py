@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
 from dflash_bench.training.data import Data
 from dflash_bench.training.distributed import ALONE, ProcessGroup
@@ -268,23 +266,3 @@ def held_out(objective: Objective, rows: Data, size: int) -> float:
         objective.accepted(list(range(i, min(i + size, len(rows.ids))))) for i in range(first, len(rows.ids), size)
     ]
     return float(torch.cat(parts).mean())
-
-
-def check_same_options(path: Path, options: Mapping[str, Any], what: str) -> None:
-    """Write the options of a folder of work to `path`, or compare them with the options found there.
-
-    Raises UserError if any differs, so that the results of different options are never mixed.
-    """
-    wanted = json.loads(json.dumps(options))
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_json(path, wanted)
-    stored = files.json_of(path)
-    if not isinstance(stored, dict):
-        raise UserError(f"{path} does not hold the options of {what}; restore it, or use another --out")
-    for name, value in stored.items():
-        if wanted.get(name) != value:
-            raise UserError(
-                f"{path.parent} holds {what} with {name} {value}, not {wanted.get(name)}; use the same options, "
-                "or another --out"
-            )

@@ -15,8 +15,8 @@ import pytest
 
 import dflash_bench
 from dflash_bench import api
-from dflash_bench.api.measuring import request_of
 from dflash_bench.runner.config import RunRequest
+from dflash_bench.runner.requests import request_of
 from helpers.forked import forked
 
 PACKAGE = Path(dflash_bench.__file__).parent

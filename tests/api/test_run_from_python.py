@@ -119,7 +119,7 @@ def test_a_profile_is_data() -> None:
 
 
 def test_options_of_a_training_come_in_the_types_of_its_fields() -> None:
-    from dflash_bench.api.measuring import typed_options
+    from dflash_bench.runner.requests import typed_options
     from dflash_bench.training.config import TrainRequest
 
     given = {"against": "rows", "prompts": Path("a.jsonl"), "out": "drafts", "steps": 3, "device": None}

@@ -22,6 +22,7 @@ from dflash_bench import report
 from dflash_bench.analysis.gate import baselines
 from dflash_bench.analysis.peers import benches
 from dflash_bench.core.errors import UserError
+from dflash_bench.core.files import check_same_options
 from dflash_bench.models import convert, datastore, gguf, mtp_heads, presets, targets, weights
 from dflash_bench.models.formats import TargetShape, medusa, problems, read_checkpoint, save_draft
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
@@ -31,7 +32,6 @@ from dflash_bench.models.nets.p_eagle import PEagleConfig, PEagleDraft
 from dflash_bench.report import answers
 from dflash_bench.results import run_info, table
 from dflash_bench.tasks import prompts, rows, suites
-from dflash_bench.training.trainer import check_same_options
 from helpers import runs, tiny
 
 TARGET = TargetShape(tiny.HIDDEN, tiny.VOCABULARY, tiny.LAYERS)

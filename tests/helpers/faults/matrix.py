@@ -33,6 +33,7 @@ from dflash_bench.results import store
 from dflash_bench.runner import loop, setup
 from dflash_bench.runner.loop import WarmUp
 from dflash_bench.runner.plan import RunPlan
+from dflash_bench.runner.requests import request_of
 from dflash_bench.runner.work import WorkItem
 from dflash_bench.tasks import suites
 from helpers.faults.in_engine import Fault
@@ -163,7 +164,7 @@ def ended(
 
 def decoded(fault: Fault | None, way: Way, out: Path, part: Part = WHOLE) -> list[Answer]:
     """Rows of the same run, by an engine that the first run of its way opened; nothing is timed or shown."""
-    asked = measuring.request_of(
+    asked = request_of(
         suite=part.suites, methods=part.methods, limit=part.limit or way.limit, max_new_tokens=part.most,
         engine=way.engine, kernels="torch" if way.by_torch else None, dtype=way.dtype, concurrency=way.concurrency,
     )  # fmt: skip

@@ -1,0 +1,72 @@
+"""`reproduce`: a table or figure of the DFlash paper."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument
+
+from dflash_bench.cli import net, options
+from dflash_bench.cli.command import Command
+from dflash_bench.core.labels import WIDTH
+from dflash_bench.core.terminal import Stages, note, say, terminal_width
+from dflash_bench.runner.config import RunRequest
+
+app = typer.Typer()
+OPTIONS = (
+    "item model limit out data max_new_tokens device device_map dtype attention engine kernels threads launch_with "
+    "launch_args"
+)
+
+
+@app.command(cls=Command)
+@options.with_options(
+    OPTIONS,
+    helps={
+        "model": "One of the item's models, by its name in 'dflash-bench models'; or another model, such as nano, to "
+        "stand in for them: nothing is then compared with published figures. Default: all of the item's models.",
+        "max_new_tokens": "Most tokens per answer. Default: as published.",
+    },
+)
+def reproduce(
+    request: RunRequest,
+    item: Annotated[
+        str | None, Argument(metavar="[ITEM]", help="A table or figure of the paper. Default: list them.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        options.under("Results")(
+            "-o",
+            "--out",
+            metavar="DIR",
+            help="Folder for the runs and reproduction.md. Default: one in results/runs, by the options.",
+        ),
+    ] = None,
+) -> None:
+    """Reproduce a table or figure of the DFlash paper.
+
+    Measures what it shows, and says of each published figure whether it was reproduced, and of each claim whether it
+    holds. Stopped at any time, the same command goes on.
+    """
+    from dflash_bench.models import catalogue
+    from dflash_bench.reproduction import items, words
+
+    if item is None:
+        say(words.listed(list(items.items().values()), catalogue.machine(), terminal_width(WIDTH)))
+        return
+    chosen = items.item(item)
+    with Stages() as stages:
+        stages.begin("starting")
+        from dflash_bench.reproduction import perform
+        from dflash_bench.runner.session import Caller
+
+        try:
+            made = perform.perform(chosen, request, out, Caller(note, stages=stages))
+        except KeyboardInterrupt:
+            stages.end()
+            note("stopped; finished answers are saved, and the same command goes on")
+            sys.exit(net.stopped_status())
+    say(words.ended(made.item, made.verdicts, made.refused, made.folder, terminal_width(80)), end="")

@@ -1,0 +1,179 @@
+"""What became of an item's figures and claims: each published figure beside ours, and each order of figures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from dflash_bench.analysis.cells import Cell
+from dflash_bench.analysis.peers import zlab
+from dflash_bench.analysis.peers.paper import PaperFigure
+from dflash_bench.analysis.stats import Interval
+from dflash_bench.report.document import Document
+from dflash_bench.reproduction.items import Claim, Item
+from dflash_bench.reproduction.parts import Part
+
+TOLERANCE = 0.05
+"""A figure within this share of the published one is reproduced, too: published figures have no intervals."""
+NEAREST = {
+    "al.zlab": "al.request_mean",
+    "al.unstated": "al.request_mean",
+    "al.served": "al.pooled",
+    "speedup.zlab": "speedup.decode",
+    "speedup.unstated": "speedup.decode",
+    "speedup.served": "speedup.decode",
+}
+"""The metric of a run whose interval stands for that of a published formula."""
+
+Outcome = Literal["reproduced", "lower", "higher", "not run"]
+OUTCOMES: tuple[Outcome, ...] = ("reproduced", "lower", "higher", "not run")
+Judgement = Literal["holds", "cannot be told", "fails"]
+
+
+@dataclass(frozen=True, slots=True)
+class FigureResult:
+    """A published figure, and ours; None if it was not measured."""
+
+    published: PaperFigure
+    own: Interval | None
+
+    @property
+    def outcome(self) -> Outcome:
+        """Reproduced: the published value lies in our interval, or ours within `TOLERANCE` of it."""
+        if self.own is None:
+            return "not run"
+        known = self.published.value
+        if self.own.contains(known) or abs(self.own.value - known) <= TOLERANCE * known:
+            return "reproduced"
+        return "lower" if self.own.value < known else "higher"
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimResult:
+    """A claim, and how many of its pairs of figures have the order that it says, surely or the other way round."""
+
+    claim: Claim
+    num_pairs: int
+    num_held: int
+    against: tuple[str, ...]
+    """The pairs that are surely the other way round."""
+
+    @property
+    def judgement(self) -> Judgement:
+        if self.against:
+            return "fails"
+        return "holds" if self.num_pairs and self.num_held == self.num_pairs else "cannot be told"
+
+
+@dataclass(frozen=True, slots=True)
+class ItemResult:
+    """An item's run, its figures beside the published ones, and its claims."""
+
+    part: Part
+    document: Document
+    figures: tuple[FigureResult, ...]
+    claims: tuple[ClaimResult, ...]
+
+    @property
+    def counts(self) -> Mapping[Outcome, int]:
+        counted = Counter(one.outcome for one in self.figures)
+        return {outcome: counted[outcome] for outcome in OUTCOMES}
+
+
+def judge(item: Item, part: Part, document: Document) -> ItemResult:
+    """Compare a finished run with what the item published for its target; nothing for a model that stands in."""
+    figures = [one for one in item.figures if one.target_model == part.target]
+    own = _Measured(item, part, document)
+    claims = [_claimed(claim, part, document.cells) for claim in item.claims]
+    return ItemResult(
+        part, document, tuple(FigureResult(one, own.of(one)) for one in figures), tuple(filter(None, claims))
+    )
+
+
+class _Measured:
+    """The figures of a run by the formulas of published ones."""
+
+    def __init__(self, item: Item, part: Part, document: Document) -> None:
+        self.item, self.part = item, part
+        self.cells = {cell.key: cell for cell in document.cells}
+        known = zlab.official(document.results.rows, cells=document.cells)
+        self.official = {(one.suite, one.settings_id, one.method): one for one in known}
+        self.levels = {
+            cell.key: level for curve in document.loads for cell, level in zip(curve.cells, curve.levels, strict=False)
+        }
+
+    def of(self, figure: PaperFigure) -> Interval | None:
+        arm = self.item.arm_of(figure)
+        cell = None if arm is None else self._cell(figure, self.part.label_of(arm.method))
+        if cell is None:
+            return None
+        nearest = cell.figures.get(NEAREST.get(figure.formula, ""))
+        value = self._value(figure, cell, nearest)
+        if value is None:
+            return None
+        if nearest is None or not nearest.value:
+            return Interval(value, None, None)
+        return nearest.scaled(value / nearest.value)
+
+    def _cell(self, figure: PaperFigure, label: str) -> Cell | None:
+        return next(
+            (
+                cell
+                for cell in self.cells.values()
+                if (cell.suite, cell.method) == (figure.dataset, label)
+                and not cell.slice
+                and cell.num_prompts
+                and cell.settings.temperature == figure.temperature
+                and cell.settings.concurrency == figure.concurrency
+            ),
+            None,
+        )
+
+    def _value(self, figure: PaperFigure, cell: Cell, nearest: Interval | None) -> float | None:
+        """Return our value by the figure's formula, or by the nearest one; plain decoding is as fast as itself."""
+        official, level = self.official.get((cell.suite, cell.settings.id, cell.method)), self.levels.get(cell.key)
+        kind, _, by = figure.formula.partition(".")
+        if kind == "tps":
+            return level.tokens_per_s if level else official.tps if official else None
+        if by == "served":
+            if kind == "speedup" and figure.method == "ar":
+                return 1.0
+            served = level.over_plain if level and kind == "speedup" else None
+            return served if served is not None else None if nearest is None else nearest.value
+        return None if official is None else official.al if kind == "al" else official.speedup
+
+
+def _claimed(claim: Claim, part: Part, cells: Sequence[Cell]) -> ClaimResult | None:
+    """Return what became of a claim; None if the run lacks a method that it is about."""
+    labels = dict(part.methods)
+    if claim.above not in labels or (claim.below is not None and claim.below not in labels):
+        return None
+    pairs = list(_pairs(claim, labels, [cell for cell in cells if not cell.slice and claim.metric in cell.figures]))
+    held = [above for above, below, _ in pairs if _is_surely_above(above, below)]
+    against = tuple(name for above, below, name in pairs if _is_surely_above(below, above))
+    return ClaimResult(claim, len(pairs), len(held), against)
+
+
+def _pairs(claim: Claim, labels: Mapping[str, str], cells: Sequence[Cell]) -> Iterator[tuple[Interval, Interval, str]]:
+    """Yield the greater figure, the lesser one, and where they are."""
+    above = [cell for cell in cells if cell.method == labels[claim.above]]
+    if claim.below is not None:
+        lesser = {cell.key._replace(method=""): cell for cell in cells if cell.method == labels[claim.below]}
+        for cell in above:
+            if (other := lesser.get(cell.key._replace(method=""))) is not None:
+                yield cell.figures[claim.metric], other.figures[claim.metric], cell.label
+        return
+    of_suite: dict[str, list[Cell]] = {}
+    for cell in above:
+        of_suite.setdefault(cell.suite, []).append(cell)
+    for several in of_suite.values():
+        ordered = sorted(several, key=lambda cell: getattr(cell.settings, str(claim.along)))
+        for one, next_one in pairwise(ordered):
+            yield one.figures[claim.metric], next_one.figures[claim.metric], one.label
+
+
+def _is_surely_above(one: Interval, other: Interval) -> bool:
+    return one.low is not None and other.high is not None and one.low > other.high

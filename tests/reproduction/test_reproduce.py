@@ -1,0 +1,123 @@
+"""`reproduce`: each published figure has an item, an item runs, and a verdict says what the figures say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_bench.analysis.peers.paper import PUBLISHED, _figures
+from dflash_bench.analysis.stats import Interval
+from dflash_bench.core.errors import UserError
+from dflash_bench.report import read_document
+from dflash_bench.reproduction import items, parts, verdict, words
+from dflash_bench.runner.config import RunRequest
+from helpers.each import each
+from helpers.refusals import assert_refused
+from helpers.runs import answers, asked, stored
+
+Main = Callable[..., tuple[int, str, str]]
+TRAINED = {f"table {number}" for number in (6, 7, 8, 9, 10, 13)}
+"""Ablations, whose drafts have to be trained first."""
+ITEMS = list(items.items())
+
+
+def test_each_published_figure_belongs_to_an_item() -> None:
+    figures = [one for item in items.items().values() for one in item.figures]
+    known = [one for one in _figures(PUBLISHED) if one.dataset != items.AVERAGE]
+    assert [one for one in known if one not in figures and one.source.rpartition(", ")[2] not in TRAINED] == []
+    assert len(figures) == len(set(figures)) == 691
+
+
+@each("name", ITEMS)
+def test_each_arm_was_published_and_its_options_are_a_runs(name: str) -> None:
+    item = items.item(name)
+    assert all(any(arm.holds(figure) for figure in item.figures) for arm in item.arms)
+    with pytest.raises(UserError, match="raise --limit") if name == "table11" else nullcontext():
+        parts.parts(item, RunRequest(limit=4))
+    for part in parts.parts(item, RunRequest(limit=8)):
+        assert (
+            part.request.limit == 8
+            and max(part.request.concurrency, default=1) <= 8
+            and part.request.launch in (None, item.engine)
+        )
+        assert {arm.method for arm in item.arms_of(part.target or "")} == dict(part.methods).keys()
+    for claim in item.claims:
+        assert claim.above in [arm.method for arm in item.arms]
+
+
+@each("name", ITEMS)
+def test_each_item_runs_with_nano(name: str, tmp_path: Path, main: Main) -> None:
+    limit = 1 if items.item(name).engine == "own" else 8
+    words_of = ("reproduce", name, "--model", "nano", "--limit", limit, "--max-new-tokens", 4, "-o", tmp_path / "out")
+    code, said, _ = main(*words_of)
+    assert code == 0 and "stands in" in said
+    page = (tmp_path / "out" / words.PAGE).read_text()
+    assert "(embedded) | dflash" in page and "reproduced" not in page.partition("\n## ")[2]
+    run = tmp_path / "out" / "nano"
+    before = {path: path.stat().st_mtime_ns for path in run.iterdir()}
+    assert main(*words_of)[:2] == (0, said)
+    assert {path: path.stat().st_mtime_ns for path in run.iterdir()} == before
+
+
+def test_other_options_and_unknown_items_are_refused(tmp_path: Path, main: Main) -> None:
+    words_of = ("reproduce", "table2", "--model", "nano", "--limit", 1, "--max-new-tokens", 4, "-o", tmp_path / "out")
+    assert main(*words_of)[0] == 0
+    assert_refused(main(*words_of[:-2], "--seed", 3, *words_of[-2:]), "No such option")
+    assert_refused(main(*words_of[:4], "--limit", 2, *words_of[-2:]), "use the same options")
+    assert_refused(main("reproduce", "table4"), "unknown item")
+    code, said, _ = main("reproduce")
+    assert code == 0 and all(f"{name}: " in said for name in ITEMS)
+
+
+def of_table2(folder: Path, value: float) -> verdict.ItemResult:
+    """The verdict on a run of Qwen3-4B; `value` stands for what was published of MATH-500 at temperature 0."""
+    item = items.item("table2")
+    (part,) = parts.parts(item, RunRequest(model="qwen3-4b"))
+    rows = answers(24, suite="math500")
+    run = stored(folder, rows, target="Qwen/Qwen3-4B", thinking=True, **asked("math500"))
+    made = verdict.judge(item, part, read_document(run))
+    al = next(one for one in made.figures if one.own is not None and one.published.formula == "al.zlab")
+    return replace(made, figures=(replace(al, published=replace(al.published, value=value)),))
+
+
+def test_a_figure_is_reproduced_within_the_interval_or_five_percent(tmp_path: Path) -> None:
+    (compared,) = of_table2(tmp_path / "run", 1.0).figures
+    own = compared.own
+    assert own is not None and own.low is not None and own.high is not None and own.low < own.value < own.high
+
+    def outcome(interval: Interval | None, value: float) -> str:
+        return verdict.FigureResult(replace(compared.published, value=value), interval).outcome
+
+    assert compared.outcome == "higher" and outcome(own, own.low) == outcome(own, own.high) == "reproduced"
+    assert outcome(own, 2 * own.high) == "lower" and outcome(None, 2.0) == "not run"
+    exact = Interval(2.0, 2.0, 2.0)
+    assert [outcome(exact, value) for value in (1.88, 1.93, 2.09, 2.13)] == [
+        "higher", "reproduced", "reproduced", "lower",
+    ]  # fmt: skip
+
+
+def test_a_model_that_stands_in_is_compared_with_nothing(tmp_path: Path) -> None:
+    item = items.item("table2")
+    (part,) = parts.parts(item, RunRequest(model="nano"))
+    assert part.target is None and part.left_out == ("gpqa",)
+    run = stored(tmp_path / "run", answers(24, suite="math500"), thinking=True)
+    assert verdict.judge(item, part, read_document(run)).figures == ()
+    with pytest.raises(UserError, match="of which no prompts are embedded"):
+        parts.parts(item.model_copy(update={"run": {"suite": ["gpqa"]}}), RunRequest(model="nano"))
+
+
+@each(
+    ("above", "below", "judged"),
+    [((3, 4), (1, 2), "holds"), ((1, 3), (2, 4), "cannot be told"), ((1, 2), (3, 4), "fails")],
+)
+def test_a_claim_is_an_order_of_intervals(above: Any, below: Any, judged: str) -> None:
+    claim = items.item("table1").claims[0]
+    greater, lesser = (Interval(sum(ends) / 2, *map(float, ends)) for ends in (above, below))
+    against = ("gsm8k",) if verdict._is_surely_above(lesser, greater) else ()
+    result = verdict.ClaimResult(claim, 1, int(verdict._is_surely_above(greater, lesser)), against)
+    assert result.judgement == judged
