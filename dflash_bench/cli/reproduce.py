@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer import Argument
+from typer import Argument, Option
 
 from dflash_bench.cli import net, options
 from dflash_bench.cli.command import Command
+from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import WIDTH
 from dflash_bench.core.terminal import Stages, note, say, terminal_width
 from dflash_bench.runner.config import RunRequest
 
+if TYPE_CHECKING:
+    from dflash_bench.reproduction.items import Item
+
 app = typer.Typer()
 OPTIONS = (
-    "item model limit out data max_new_tokens device device_map dtype attention engine kernels threads launch_with "
-    "launch_args"
+    "item model limit estimate out data max_new_tokens device device_map dtype attention engine kernels threads "
+    "launch_with launch_args"
 )
 
 
@@ -36,6 +40,9 @@ def reproduce(
     item: Annotated[
         str | None, Argument(metavar="[ITEM]", help="A table or figure of the paper. Default: list them.")
     ] = None,
+    estimate: Annotated[
+        bool, Option("--estimate", help="Say how much memory and how many hours it takes on an A100 and an H100.")
+    ] = False,
     out: Annotated[
         Path | None,
         options.under("Results")(
@@ -58,6 +65,9 @@ def reproduce(
         say(words.listed(list(items.items().values()), catalogue.machine(), terminal_width(WIDTH)))
         return
     chosen = items.item(item)
+    if estimate:
+        _estimate(chosen, request)
+        return
     with Stages() as stages:
         stages.begin("starting")
         from dflash_bench.reproduction import perform
@@ -70,3 +80,14 @@ def reproduce(
             note("stopped; finished answers are saved, and the same command goes on")
             sys.exit(net.stopped_status())
     say(words.ended(made.item, made.verdicts, made.refused, made.folder, terminal_width(80)), end="")
+
+
+def _estimate(item: Item, request: RunRequest) -> None:
+    from dflash_bench.reproduction import words
+    from dflash_bench.reproduction.estimate import estimate
+    from dflash_bench.reproduction.parts import parts
+
+    made = parts(item, request)
+    if made[0].target is None:
+        raise UserError(f"--estimate is for the models of {item.name}: {', '.join(item.models.values())}")
+    say(words.estimated(item, [estimate(item, part) for part in made], terminal_width(WIDTH)))

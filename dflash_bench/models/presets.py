@@ -67,6 +67,8 @@ class Preset:
     """The reason why a draft is refused, if known before fetching it."""
     billions: float | None = None
     """Parameters of the target, in billions."""
+    active_billions: float | None = None
+    """Parameters that a token needs, in billions, of a mixture of experts."""
     architecture: str | None = None
     """The target's architecture in transformers (`model_type`), unless its folder or `shapes.toml` has it."""
     package: Package | None = None
@@ -128,6 +130,7 @@ PLAIN = {
     "max_new_tokens": int,
     "thinking": bool,
     "billions": float,
+    "active_billions": float,
 }
 
 

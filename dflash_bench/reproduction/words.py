@@ -11,7 +11,8 @@ from dflash_bench.core.labels import wrapped
 from dflash_bench.core.methods import shown
 from dflash_bench.models import catalogue, presets
 from dflash_bench.models.catalogue import Machine
-from dflash_bench.report.tables import ABSENT, markdown, number, with_interval
+from dflash_bench.report.tables import ABSENT, aligned, markdown, number, with_interval
+from dflash_bench.reproduction.estimate import GPUS, OVERHEAD, SHORTEST, ItemEstimate
 from dflash_bench.reproduction.items import Item
 from dflash_bench.reproduction.parts import Part
 from dflash_bench.reproduction.verdict import TOLERANCE, ClaimResult, FigureResult, ItemResult
@@ -35,6 +36,26 @@ def listed(items: Sequence[Item], machine: Machine, width: int) -> str:
         blocks += [wrapped(line, width, others="  ") for line in lines]
     end = "To reproduce one: dflash-bench reproduce ITEM. To try one with the included small model: --model nano"
     return "\n".join([*blocks, "", wrapped(end, width)])
+
+
+def estimated(item: Item, estimates: Sequence[ItemEstimate], width: int) -> str:
+    """Return what each run of an item takes, on one line each, and how that is reckoned."""
+    rows = [
+        [
+            one.target,
+            f"{one.num_answers:,}",
+            f"{one.weights_bytes / 1e9:.0f} GB",
+            str(one.num_gpus),
+            *(f"{low:.1f} to {high:.1f}" for low, high in one.hours.values()),
+        ]
+        for one in estimates
+    ]
+    heads = ["model", "answers", "weights", "80 GB GPUs", *(f"{name}, hours" for name in GPUS)]
+    how = (
+        f"In bfloat16, and a fifth more for draft and cache. Hours are those of reading the weights once a pass, times "
+        f"{OVERHEAD:g}, with the published speed-ups, and answers of {SHORTEST:g} to 1 of the most tokens."
+    )
+    return "\n".join([wrapped(f"{item.name}: {item.title}", width), aligned(heads, rows), wrapped(how, width)])
 
 
 def _fits(preset: str, machine: Machine) -> bool:

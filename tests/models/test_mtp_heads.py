@@ -138,7 +138,7 @@ def test_heads_of_a_target_from_the_hub_are_in_its_snapshot(monkeypatch: pytest.
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no heads": (
         lambda f: edit(f, lambda t: [t.pop(name) for name in list(t) if name.startswith("mtp.")]),
-        r"has no MTP heads: expected tensors mtp\.\* .* or model\.layers\.4\.eh_proj\.weight; give heads .*mtp=PATH",
+        r"has no MTP heads: expected tensors mtp\.\* .* or model\.layers\.4\.eh_proj\.weight; .*--draft mtp=PATH",
     ),
     "half a head": (
         lambda f: edit(f, lambda t: t.pop("mtp.norm.weight")),

@@ -55,7 +55,7 @@ def test_the_two_models_of_the_paper_draft_blocks_of_16_and_chains_of_7_without_
 
 
 BAD = {
-    'target = "a/b"\ndrafts = {}\nsource = ""\nblocksize = 8': "mine: .blocksize.; known: architecture, billions,",
+    'target = "a/b"\ndrafts = {}\nsource = ""\nblocksize = 8': "mine: .blocksize.; known: .*billions,",
     'target = "a/b"\nsource = ""': "mine: drafts is missing",
     'target = "a/b"\nsource = ""\ndrafts = { dflesh = "c/d" }': r"unknown draft 'dflesh' .did you mean 'dflash'",
     'target = "a/b"\nsource = ""\ndrafts = { dflash = "c/d" }\nkinds = { dflash = "dflesh" }': "unknown kind in ",

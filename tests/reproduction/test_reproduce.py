@@ -14,7 +14,7 @@ from dflash_bench.analysis.peers.paper import PUBLISHED, _figures
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.errors import UserError
 from dflash_bench.report import read_document
-from dflash_bench.reproduction import items, parts, verdict, words
+from dflash_bench.reproduction import estimate, items, parts, verdict, words
 from dflash_bench.runner.config import RunRequest
 from helpers.each import each
 from helpers.refusals import assert_refused
@@ -72,6 +72,23 @@ def test_other_options_and_unknown_items_are_refused(tmp_path: Path, main: Main)
     assert_refused(main("reproduce", "table4"), "unknown item")
     code, said, _ = main("reproduce")
     assert code == 0 and all(f"{name}: " in said for name in ITEMS)
+
+
+def test_an_estimate_names_hours_and_memory_of_two_gpus(main: Main) -> None:
+    made = {
+        limit: [estimate.estimate(item, part) for part in parts.parts(item, RunRequest(limit=limit))]
+        for item in [items.item("table1")]
+        for limit in (8, 16)
+    }
+    for few, more in zip(made[8], made[16], strict=True):
+        assert 2 * few.num_answers == more.num_answers == 7 * 16 * 2 * 4
+        assert all(0 < low < high for low, high in few.hours.values())
+        assert few.hours["H100"][1] * 2 == pytest.approx(more.hours["H100"][1])
+        assert more.hours["H100"][1] < more.hours["A100"][1]
+    assert made[8][0].weights_bytes == 8e9 and made[8][0].num_gpus == 1
+    code, said, _ = main("reproduce", "table11", "--estimate")
+    assert code == 0 and {"A100,", "H100,", "gpt-oss-120b"} <= set(said.split())
+    assert_refused(main("reproduce", "table11", "--estimate", "--model", "nano"), "is for the models of table11")
 
 
 def of_table2(folder: Path, value: float) -> verdict.ItemResult:
