@@ -14,18 +14,23 @@ from dflash_bench.core.option import Condition, Range, check_options, check_thre
 
 
 METHODS = ("dflash", "dflash2", "dspark", "eagle3", "medusa", "mtp")
+GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}
+"""Decay of the loss by block size (paper, A.1); for other block sizes in proportion."""
 WRITTEN = 1_000
 """Number of our own prompts of each kind if a user gives none."""
 BLOCKS = ("dflash", "dflash2", "dspark")
 """Kinds of the DFlash family."""
 WITH_HEADS = ("dflash2", "dspark")
 MOST_SLIM_RANK = 64
+ANCHORS = ("random", "uniform")
+OFF = "off"
 SLIM = ("zlab", "specforge", "safeailab")
 """Formats of drafts that may leave their head to the target."""
 
 DECISIVE = tuple(
     """
-    init layers block_size intermediate_size rank depth draft_vocab mask_token epochs steps distil patience slim
+    init layers features block_size intermediate_size rank depth draft_vocab mask_token epochs steps distil anchors
+    decay patience slim
     """.split()
 )
 """Options that determine the draft, besides its rate and seed."""
@@ -39,6 +44,19 @@ def _only(*methods: str) -> Condition:
     return Condition(
         lambda options: options.method not in methods, "{flag} has no effect on {options.method}; leave it out"
     )
+
+
+def _check_decay(value: str) -> None:
+    """Raise UserError unless it is a number above 0, or off."""
+    if value != OFF and not (_is_number(value) and float(value) > 0):
+        raise UserError(f"--decay is a number above 0, or {OFF}, not {value}")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 _OF_INIT = Condition(
@@ -125,6 +143,13 @@ class TrainRequest:
     )
     layers: int | None = _draft(
         "Number of layers of a DFlash draft. Default: 2.",
+        metavar="N",
+        minimum=1,
+        most=32,
+        conflicts=(_only(*BLOCKS), _OF_INIT),
+    )
+    features: int | None = _draft(
+        "Number of target layers whose outputs a DFlash draft reads. Default: 5, or fewer of a shallow target.",
         metavar="N",
         minimum=1,
         most=32,
@@ -231,6 +256,21 @@ class TrainRequest:
         range=_SHARE,
         conflicts=(_only(*BLOCKS),),
     )
+    anchors: str = _training(
+        "Where DFlash's blocks begin: random, at places drawn anew in each step, or uniform, one behind the other.",
+        default="random",
+        metavar="KIND",
+        choices=lambda: ANCHORS,
+        kind="kind of anchors",
+        conflicts=(_only(*BLOCKS),),
+    )
+    decay: str | None = _training(
+        "How slowly the weight of DFlash's loss falls along a block: exp(-(k - 1) / G) at place k; off: not at all. "
+        "Default: 7 for a block of 16, 4 for 8, and in proportion.",
+        metavar="G|off",
+        check=_check_decay,
+        conflicts=(_only(*BLOCKS),),
+    )
     patience: int | None = _training(
         "Stop after N measurements without improvement, and keep the best weights. There are two per epoch, and at "
         "least eight in total.",
@@ -256,6 +296,12 @@ class TrainRequest:
     def drafter(self) -> str:
         """Return the method that runs the trained draft: kinds of DFlash are one method."""
         return "dflash" if self.method in BLOCKS else self.method
+
+    def gamma(self, block: int) -> float:
+        """Return the decay of the loss along a block (paper, A.1)."""
+        if self.decay is not None:
+            return math.inf if self.decay == OFF else float(self.decay)
+        return GAMMAS.get(block, block * 0.45)
 
     @property
     def num_written(self) -> int:

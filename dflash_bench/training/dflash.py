@@ -1,4 +1,4 @@
-"""The DFlash training loss: random anchors, each with a block of masks behind it (paper, sections 4.1 and 4.2)."""
+"""The DFlash training loss: anchors, each with a block of masks behind it (paper, sections 4.1 and 4.2)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.layers import Rotary
 from dflash_bench.training.data import Batch, Data, tables
 from dflash_bench.training.drafts import OUT_OF_VOCAB, DraftVocab
-from dflash_bench.training.masks import accepted_lengths, block_labels, context_mask, sample_anchors
+from dflash_bench.training.masks import accepted_lengths, block_labels, context_mask, sample_anchors, uniform_anchors
 from dflash_bench.training.trainer import Objective
 
 
@@ -94,23 +94,30 @@ class DFlashObjective(Objective):
         gamma: float,
         distil: float = 0.0,
         compiled: bool = False,
+        uniform: bool = False,
     ) -> None:
         super().__init__(draft, rows)
-        self.vocab, self.num_anchors, self.distil = vocab, num_anchors, distil
+        self.vocab, self.num_anchors, self.distil, self.uniform = vocab, num_anchors, distil, uniform
         self.weights = slot_weights(draft.config.block_size, gamma).to(self.device)
         self.tables = tables(draft.config, rows, self.device)
         self.hidden: Hidden = torch.compile(block_hidden, dynamic=False) if compiled else block_hidden
 
     def anchors(self, batch: Batch, seed: int) -> tuple[Tensor, Tensor]:
+        """Return the anchors of a training step; held-out answers are measured at random ones, whatever this does."""
+        if self.uniform:
+            return uniform_anchors(batch, self.num_anchors, self.draft.config.block_size)
+        return self.random_anchors(batch, seed)
+
+    def random_anchors(self, batch: Batch, seed: int) -> tuple[Tensor, Tensor]:
         return sample_anchors(batch, self.num_anchors, torch.Generator().manual_seed(seed))
 
     def labels(self, batch: Batch, anchors: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
         return block_labels(batch, anchors, real, self.draft.config.block_size)
 
-    def _forward(self, index: list[int], seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _forward(self, index: list[int], seed: int, measures: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return normed states [R, A, B, H], labels and their validity [R, A, B], and anchors [R, A]."""
         batch, features = self.rows.take(index, self.draft.config.target_layer_ids)
-        anchors, real = self.anchors(batch, seed)
+        anchors, real = self.random_anchors(batch, seed) if measures else self.anchors(batch, seed)
         labels, valid = self.labels(batch, anchors, real)
         with self.half():
             hidden = self.hidden(
@@ -148,7 +155,7 @@ class DFlashObjective(Objective):
         return torch.softmax(logits.float(), dim=-1)
 
     def accepted(self, index: list[int]) -> Tensor:
-        hidden, labels, valid, _ = self._forward(index, 0)
+        hidden, labels, valid, _ = self._forward(index, 0, measures=True)
         with self.half():
             indices = self.vocab.logits(hidden).argmax(dim=-1)
         right = (self.vocab.token_ids[indices] == labels) & valid
@@ -176,8 +183,9 @@ class CorrectedObjective(DFlashObjective):
         gamma: float,
         distil: float = 0.0,
         compiled: bool = False,
+        uniform: bool = False,
     ) -> None:
-        super().__init__(draft, rows, vocab, num_anchors, gamma, distil, compiled)
+        super().__init__(draft, rows, vocab, num_anchors, gamma, distil, compiled, uniform)
         config = draft.config
         self.num_drafts, self.slots = config.num_drafts(config.block_size), config.slots(config.block_size)
         self.weights = slot_weights(self.num_drafts + 1, gamma)[1:].to(self.device)
@@ -231,7 +239,7 @@ class CorrectedObjective(DFlashObjective):
         return mean + self.extra_loss(hidden.float(), before, valid, right)
 
     def accepted(self, index: list[int]) -> Tensor:
-        hidden, tokens, real, _ = self._forward(index, 0)
+        hidden, tokens, real, _ = self._forward(index, 0, measures=True)
         hidden, before = hidden[:, :, self.slots].float(), tokens[..., :-1]
         logits = self.corrected(hidden.flatten(0, 2), before.flatten(), self.base(hidden.flatten(0, 2)))
         best = self.vocab.token_ids[logits.argmax(dim=-1)].view(before.shape)

@@ -64,9 +64,15 @@ class DraftVocab:
         return hidden @ self.head.to(hidden.dtype).T
 
 
-def taps(num_layers: int) -> tuple[int, ...]:
-    """Return the target layers whose outputs are stored for all drafts: DFlash's layers, and the last layer."""
-    return (*dflash.default_target_layers(num_layers, min(NUM_FEATURES, max(1, num_layers - 3))), num_layers - 1)
+def taps(num_layers: int, num_features: int | None = None) -> tuple[int, ...]:
+    """Return the target layers whose outputs are stored for all drafts: DFlash's layers, and the last layer.
+
+    Raises UserError for more features than there are layers from the second to the third-to-last.
+    """
+    most = max(1, num_layers - 3)
+    if num_features is not None and num_features > most:
+        raise UserError(f"--features is at most {most} for a target of {num_layers} layers")
+    return (*dflash.default_target_layers(num_layers, num_features or min(NUM_FEATURES, most)), num_layers - 1)
 
 
 def eagle3_taps(stored: tuple[int, ...]) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ def step_masks(batch: Batch, steps: int) -> list[Tensor]:
     return [is_answer_after(batch, step + 2) for step in range(steps)]
 
 
-# Blocks: anchors drawn at random, each with a block of slots behind it (DFlash paper, section 4.1).
+# Blocks: anchors, each with a block of slots behind it (DFlash paper, section 4.1).
 
 
 def sample_anchors(batch: Batch, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -54,6 +54,21 @@ def sample_anchors(batch: Batch, count: int, generator: torch.Generator) -> tupl
     keys = torch.rand(eligible.shape, generator=generator).to(eligible.device).masked_fill(~eligible, -1.0)
     chosen = keys.topk(count, dim=1)
     return chosen.indices, chosen.values >= 0
+
+
+def uniform_anchors(batch: Batch, count: int, block: int) -> tuple[Tensor, Tensor]:
+    """Return every `block`-th token of each answer, from its first on, if its next token is an answer's, too.
+
+    Indices [R, A] and whether each is real [R, A], as `sample_anchors`; at most `count` per row.
+    """
+    answer = batch.weights > 0
+    before = torch.cat([torch.zeros_like(answer[:, :1]), answer[:, :-1]], dim=1)
+    before &= torch.cat([torch.zeros_like(answer[:, :1]), batch.document[:, 1:] == batch.document[:, :-1]], dim=1)
+    place = torch.arange(answer.shape[1], device=answer.device).expand_as(answer)
+    begins = torch.where(answer & ~before, place, torch.full_like(place, -1)).cummax(dim=1).values
+    eligible = answer & is_answer_after(batch, 1) & ((place - begins) % block == 0)
+    chosen = eligible.float().topk(count, dim=1)
+    return chosen.indices, chosen.values > 0
 
 
 def slots(batch: Batch, anchors: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:

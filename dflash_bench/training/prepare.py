@@ -103,7 +103,7 @@ def prepare(request: TrainRequest, tell: Tell) -> PreparedTraining:
     encoded = prompts.encoded(found, models.tokenizer, ROW_LENGTH)
     requests = [AnswerRequest(ids) for _, ids in encoded]
     requests += [AnswerRequest(ids, 1.0) for _, ids in encoded[: round(request.sampled * len(encoded))]]
-    layers = drafts.taps(target.config.num_hidden_layers)
+    layers = drafts.taps(target.config.num_hidden_layers, request.features)
     stored = () if request.on_the_fly else layers
     plan = AnswerPlan(models.revisions["target"], stored, request.max_new_tokens, request.batch_size, request.seed)
     prepared = PreparedTraining(

@@ -72,8 +72,6 @@ def answered(
 ROWS = 4
 """Rows per step and process."""
 NUM_ANCHORS = 48
-GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}
-"""Decay of the loss by block size (paper, A.1); for other block sizes in proportion."""
 NUM_STEPS = 4
 """Number of training-time-test steps of EAGLE-3."""
 BLOCK_SIZE, DISTIL, EPOCHS, DRAFT_VOCAB, RANK, DEPTH = 16, 0.5, 6.0, 8192, 64, 3
@@ -121,14 +119,15 @@ def block_objective(
 ) -> Objective:
     """Return the objective of the request's kind of DFlash, starting from this DFlash draft."""
     block, rank = draft.config.block_size, request.rank or RANK
-    gamma, distil = GAMMAS.get(block, block * 0.45), DISTIL if request.distil is None else request.distil
+    gamma, distil = request.gamma(block), DISTIL if request.distil is None else request.distil
+    uniform = request.anchors == "uniform"
     if request.method == "dflash2":
         draft = drafts.as_dflash2(draft, vocab, rank, request.seed)
-        return SelectorObjective(draft.to(device), rows, vocab, NUM_ANCHORS, gamma, distil)
+        return SelectorObjective(draft.to(device), rows, vocab, NUM_ANCHORS, gamma, distil, uniform=uniform)
     if request.method == "dspark":
         draft = drafts.as_dspark(draft, vocab, rank, request.seed)
-        return MarkovObjective(draft.to(device), rows, vocab, NUM_ANCHORS, gamma, distil)
-    return DFlashObjective(draft.to(device), rows, vocab, NUM_ANCHORS, gamma, distil)
+        return MarkovObjective(draft.to(device), rows, vocab, NUM_ANCHORS, gamma, distil, uniform=uniform)
+    return DFlashObjective(draft.to(device), rows, vocab, NUM_ANCHORS, gamma, distil, uniform=uniform)
 
 
 def _begun(prepared: PreparedTraining) -> DFlashDraft:

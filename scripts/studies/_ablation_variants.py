@@ -12,13 +12,12 @@ from torch import Tensor
 
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, default_target_layers, initialise
 from dflash_bench.models.nets.layers import Rotary
+from dflash_bench.training.config import GAMMAS
 from dflash_bench.training.data import Batch, Data
 from dflash_bench.training.dflash import DFlashObjective, block_hidden
 from dflash_bench.training.drafts import DraftVocab
 
 NUM_ANCHORS = 32
-GAMMAS = {16: 7.0, 8: 4.0}
-"""Paper, A.1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,16 +151,11 @@ class VariantObjective(DFlashObjective):
 
     def __init__(self, variant: Variant, draft: DFlashDraft, rows: Data, vocab: DraftVocab) -> None:
         gamma = GAMMAS[variant.block] if variant.decay else math.inf
-        super().__init__(draft, rows, vocab, NUM_ANCHORS, gamma)
+        super().__init__(draft, rows, vocab, NUM_ANCHORS, gamma, uniform=variant.anchors == "uniform")
         self.variant = variant
         self.hidden = {"KV injection": block_hidden, "input fusion": fused_hidden, "tokens": token_hidden}[
             variant.conditioning
         ]
-
-    def anchors(self, batch: Batch, seed: int) -> tuple[Tensor, Tensor]:
-        if self.variant.anchors == "sampled":
-            return super().anchors(batch, seed)
-        return uniform_anchors(batch, self.variant.block, self.num_anchors)
 
     def labels(self, batch: Batch, anchors: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
         labels, valid = super().labels(batch, anchors, real)
@@ -171,27 +165,12 @@ class VariantObjective(DFlashObjective):
         return labels, (places < batch.ids.shape[1]) & real[..., None]
 
     def accepted(self, index: list[int]) -> Tensor:
-        """Measure at sampled anchors and over answers' tokens only, so that all variants are comparable."""
-        trained_as, self.variant = self.variant, replace(self.variant, anchors="sampled", masked=True)
+        """Measure over answers' tokens only, so that all variants are comparable."""
+        trained_as, self.variant = self.variant, replace(self.variant, masked=True)
         try:
             return super().accepted(index)
         finally:
             self.variant = trained_as
-
-
-def uniform_anchors(batch: Batch, block: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return every `block`-th token of an answer, from its first on; at most `count` in a row."""
-    answer = batch.weights > 0
-    before = torch.cat([torch.zeros_like(answer[:, :1]), answer[:, :-1]], dim=1)
-    first = answer & ~before
-    # The number of answer tokens before each place.
-    place = torch.arange(answer.shape[1]).expand_as(answer)
-    begins = torch.where(first, place, torch.full_like(place, -1)).cummax(dim=1).values
-    follows = torch.zeros_like(answer)
-    follows[:, :-1] = answer[:, 1:] & (batch.document[:, :-1] == batch.document[:, 1:])
-    eligible = answer & follows & ((place - begins) % block == 0)
-    chosen = eligible.float().topk(count, dim=1)
-    return chosen.indices, chosen.values > 0
 
 
 def token_hidden(

@@ -124,6 +124,13 @@ def test_anchors_are_distinct_places_with_an_answer_token_next():
         assert sorted(chosen) == [4, 5, 6, 7, 8, 9, 10, 11, 12, 18, 19, 20, 21, 22]
 
 
+def test_uniform_anchors_follow_each_other_by_a_block_from_an_answers_first_token():
+    batch, _ = rows(2).take([0, 1], (1,))
+    for block, places in ((4, [4, 8, 12, 18, 22]), (5, [4, 9, 18])):
+        anchors, real = masks.uniform_anchors(batch, 20, block)
+        assert [sorted(row[keep].tolist()) for row, keep in zip(anchors, real, strict=True)] == [places, places]
+
+
 def test_training_blocks_are_what_the_drafter_proposes():
     draft, data = big(DFlashDraft(DFLASH)), rows(1)
     batch, features = data.take([0], DFLASH.target_layer_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from dflash_bench.training.answers import ComputedStates
 from dflash_bench.training.cards import Acceptance, acceptance_of
 from dflash_bench.training.config import BLOCKS, TrainRequest, check
 from dflash_bench.training.data import stored
+from dflash_bench.training.dflash import slot_weights
 from helpers import tiny
 from helpers.each import each
 
@@ -206,11 +208,36 @@ def test_two_drafts_share_their_answers(target: Path, trained: Path) -> None:
         ({"method": "eagle3", "distil": 0.5}, r"--distil .*eagle3"),
         ({"method": "medusa", "draft_vocab": 64}, r"--draft-vocab .*medusa"),
         ({"epochs": 2.0}, "--steps and --epochs"),
+        ({"method": "eagle3", "features": 3}, r"--features .*eagle3"),
+        ({"init": "mine", "features": 3}, r"--features .*--init"),
+        ({"method": "mtp", "anchors": "uniform"}, r"--anchors .*mtp"),
+        ({"anchors": "none"}, "unknown kind of anchors 'none'"),
+        ({"decay": "0"}, "--decay is a number above 0, or off, not 0"),
+        ({"decay": "slow"}, "--decay is a number above 0, or off, not slow"),
     ],
 )
 def test_contradictions_are_refused_before_anything_is_loaded(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         check(request(Path("nowhere"), Path("out"), **changes))
+
+
+def test_the_loss_decays_as_asked_and_features_are_as_many_as_asked(target: Path, tmp_path: Path) -> None:
+    asked = request(target, tmp_path)
+    gammas = [replace(asked, decay=decay).gamma(16) for decay in (None, "2.5", "off")]
+    assert gammas == [7.0, 2.5, math.inf] and asked.gamma(20) == 9.0
+    assert slot_weights(4, gammas[2]).tolist() == [0.0, 1.0, 1.0, 1.0]
+    assert [drafts.taps(36, count) for count in (1, 3, None)] == [(18, 35), (1, 17, 33, 35), (1, 9, 17, 25, 33, 35)]
+    with pytest.raises(UserError, match="--features is at most 1 "):
+        performed(replace(asked, features=2))
+
+
+def test_uniform_anchors_train_another_draft_that_is_measured_alike(target: Path, tmp_path: Path) -> None:
+    made = {}
+    for anchors in ("random", "uniform"):
+        folder = performed(request(target, tmp_path / anchors, anchors=anchors, decay="off", features=1))
+        made[anchors] = load_file(folder / "model.safetensors")
+        assert json.loads((folder / "config.json").read_text())["dflash_config"]["target_layer_ids"] == [2]
+    assert any(not torch.equal(made["random"][name], weight) for name, weight in made["uniform"].items())
 
 
 def test_folders_may_be_text_and_every_range_holds_in_python_too() -> None:
