@@ -181,7 +181,8 @@ def llms() -> str:
 
 def _line(name: str) -> str:
     title, summary = (DOCS / f"{name}.md").read_text(encoding="utf-8").split("\n\n")[:2]
-    return f"- [{title.removeprefix('# ')}](docs/{name}.md): {' '.join(summary.split())}"
+    plain = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", " ".join(summary.split()))
+    return f"- [{title.removeprefix('# ')}](docs/{name}.md): {plain}"
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from dflash_bench.cli.command import Command
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import WIDTH
 from dflash_bench.core.terminal import Stages, note, say, terminal_width
+from dflash_bench.reproduction.options import TrainingOptions
 from dflash_bench.runner.config import RunRequest
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 OPTIONS = (
     "item model limit estimate out data max_new_tokens device device_map dtype attention engine kernels threads "
-    "launch_with launch_args"
+    "launch_with launch_args train_prompts written epochs"
 )
 
 
@@ -37,6 +38,7 @@ OPTIONS = (
 )
 def reproduce(
     request: RunRequest,
+    training: TrainingOptions,
     item: Annotated[
         str | None, Argument(metavar="[ITEM]", help="A table or figure of the paper. Default: list them.")
     ] = None,
@@ -74,7 +76,7 @@ def reproduce(
         from dflash_bench.runner.session import Caller
 
         try:
-            made = perform.perform(chosen, request, out, Caller(note, stages=stages))
+            made = perform.perform(chosen, request, training, out, Caller(note, stages=stages))
         except KeyboardInterrupt:
             stages.end()
             note("stopped; finished answers are saved, and the same command goes on")

@@ -18,6 +18,7 @@ from xml.sax.saxutils import escape
 from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.labels import visible
+from dflash_bench.core.methods import shown
 from dflash_bench.report.answers import load_tokenizer, pieces
 from dflash_bench.report.document import Document, require_answers
 from dflash_bench.report.words import facts
@@ -276,7 +277,8 @@ def _svg(both: Sequence[FilmedAnswer], below: str) -> str:
     drawn += [_text(note, 0, height + 16 * number, "small") for number, note in enumerate(notes, start=1)]
     size = f'width="{width}" height="{height + 40}" viewBox="0 0 {width} {height + 40}"'
     label = escape(
-        visible(f"The same answer by {both[0].method} and by {both[1].method}, which is {speed}"), {'"': "&quot;"}
+        visible(f"The same answer by {shown(both[0].method)} and by {shown(both[1].method)}, which is {speed}"),
+        {'"': "&quot;"},
     )
     body = "\n".join(drawn)
     return (

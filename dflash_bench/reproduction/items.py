@@ -33,6 +33,8 @@ class Arm(_Part):
     method: str
     drafts: Mapping[str, str] = {}
     """Drafts that are not the model's own, as `--draft` takes them."""
+    train: Mapping[str, Any] = {}
+    """Options of `train` for its draft, by their Python names; empty if its draft is published."""
     models: list[str] = []
     """The targets that it was published for; empty for all of the item."""
 

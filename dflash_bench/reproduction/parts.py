@@ -63,9 +63,8 @@ def _stand_in(item: Item, asked: RunRequest) -> Part:
     suites = [suite for suite in wanted if suite in known or asked.model != presets.NANO.name]
     if not suites:
         raise UserError(f"{item.name} measures {', '.join(wanted)}, of which no prompts are embedded")
-    arms = list({_untagged(arm.method): arm for arm in item.arms}.values())
-    own = [arm.model_copy(update={"method": _untagged(arm.method)}) for arm in arms]
-    labels = tuple((arm.method, _label(_untagged(arm.method))) for arm in item.arms)
+    own = [arm.model_copy(update={"method": _own_method(arm)}) for arm in item.arms]
+    labels = tuple((arm.method, _label(_own_method(arm))) for arm in item.arms)
     left_out = tuple(suite for suite in wanted if suite not in suites)
     return Part(None, _request(item, own, {"model": asked.model, "suites": suites}, asked), labels, left_out)
 
@@ -98,9 +97,11 @@ def _given(asked: RunRequest) -> Iterator[tuple[str, Any]]:
             yield option.name, value
 
 
-def _untagged(method: str) -> str:
-    """Return the method with the model's own draft: eagle3:7 for eagle3@speculators:7."""
-    name, _, options = method.partition(":")
+def _own_method(arm: Arm) -> str:
+    """Return the method with the model's own draft, eagle3:7 for eagle3@speculators:7, unless its draft is trained."""
+    if arm.train:
+        return arm.method
+    name, _, options = arm.method.partition(":")
     return f"{name.partition('@')[0]}{':' if options else ''}{options}"
 
 
