@@ -1,1 +1,1 @@
-"""Reproduces the tables and figures of the DFlash paper, an item each, and says what became of every figure."""
+"""Reproduces the tables and figures of the DFlash paper, one item each, and reports which figures were reproduced."""

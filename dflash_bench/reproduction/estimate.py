@@ -1,4 +1,4 @@
-"""What an item takes on a GPU: memory, and hours, from the bytes that a token reads and the published speed-ups."""
+"""Estimates GPU memory and hours of an item, from the bytes read per token and the published speed-ups."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_ROWS = 1000
 
 @dataclass(frozen=True, slots=True)
 class ItemEstimate:
-    """What a run of an item takes on each of `GPUS`."""
+    """Estimated cost of a run of an item, on each of `GPUS`."""
 
     target: str
     weights_bytes: float
@@ -43,7 +43,7 @@ class ItemEstimate:
 
 
 def estimate(item: Item, part: Part) -> ItemEstimate:
-    """ItemEstimate a published target's run. No model is loaded."""
+    """Return the estimated cost of a published target's run. No model is loaded."""
     assert part.target is not None
     preset = presets.table()[str(part.request.model)]
     assert preset.billions is not None

@@ -70,7 +70,7 @@ class Item(_Part):
     engine: Literal["own", "sglang", "vllm"]
     gpu: str
     open: list[str] = []
-    """What the publication leaves open."""
+    """Conditions that the publication does not state."""
     models: Mapping[str, str]
     """The preset of each published target."""
     run: Mapping[str, Any]

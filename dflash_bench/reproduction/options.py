@@ -11,7 +11,7 @@ _training = under("Training")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """What the drafts of an item are trained on."""
+    """Training data and length for the drafts of an item."""
 
     train_prompts: tuple[str, ...] = _training(
         "For an item that trains drafts: prompts to train on, as 'train --prompts' takes them; may be repeated.",

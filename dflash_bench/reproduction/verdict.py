@@ -1,4 +1,4 @@
-"""What became of an item's figures and claims: each published figure beside ours, and each order of figures."""
+"""Compares an item's published figures with measured ones, and tests its claims."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def page(item: Item, verdicts: Sequence[ItemResult], refused: Refused) -> str:
         f"{100 * TOLERANCE:.0f} % of it."
     )
     if item.open:
-        parts.append("Left open by the publication:\n\n" + "\n".join(f"- {one}" for one in item.open))
+        parts.append("Not stated in the publication:\n\n" + "\n".join(f"- {one}" for one in item.open))
     for verdict in verdicts:
         parts += _of_verdict(item, verdict)
     return "\n\n".join(parts) + "\n"

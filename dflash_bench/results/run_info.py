@@ -307,7 +307,7 @@ class ChosenModel(StoredModel):
     target: str | None = None
     model: str | None = None
     drafts: list[str] = []
-    """As METHOD=DRAFT."""
+    """Drafts given with --draft, as METHOD=REFERENCE."""
 
 
 class ResumedProcess(StoredModel):
