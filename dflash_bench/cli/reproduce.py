@@ -68,6 +68,8 @@ def reproduce(
         return
     chosen = items.item(item)
     if estimate:
+        if training != TrainingOptions():
+            raise UserError("--estimate is of the runs alone: leave --train-prompts, --written and --epochs out")
         _estimate(chosen, request)
         return
     with Stages() as stages:

@@ -17,7 +17,7 @@ GPUS = {"A100": 2.04e12, "H100": 3.35e12}
 """Bytes per second of their memory, the 80 GB ones, as NVIDIA states them."""
 GPU_BYTES = 80e9
 OVERHEAD = 1.4
-"""A measured pass over the bandwidth's bound, one answer at a time; see results/speed/gpu-nvidia-h200.md."""
+"""Time of a pass over that of reading its weights, as predicted for an H200: results/speed/predicted-gpu.md."""
 TOGETHER = 0.7
 """Answers decoded at a time that count, as a share: the last ones of a suite leave places empty."""
 SHORTEST = 0.25

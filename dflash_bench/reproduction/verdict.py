@@ -28,8 +28,8 @@ NEAREST = {
 }
 """The metric of a run whose interval stands for that of a published formula."""
 
-Outcome = Literal["reproduced", "lower", "higher", "not run"]
-OUTCOMES: tuple[Outcome, ...] = ("reproduced", "lower", "higher", "not run")
+Outcome = Literal["reproduced", "lower", "higher", "over too few prompts", "not run"]
+OUTCOMES: tuple[Outcome, ...] = ("reproduced", "lower", "higher", "over too few prompts", "not run")
 Judgement = Literal["holds", "cannot be told", "fails"]
 
 
@@ -42,9 +42,14 @@ class FigureResult:
 
     @property
     def outcome(self) -> Outcome:
-        """Reproduced: the published value lies in our interval, or ours within `TOLERANCE` of it."""
+        """Reproduced: the published value lies in our interval, or ours within `TOLERANCE` of it.
+
+        An interval over few prompts, or as wide as to contain anything, reproduces nothing.
+        """
         if self.own is None:
             return "not run"
+        if self.own.is_over_few or self.own.is_vague:
+            return "over too few prompts"
         known = self.published.value
         if self.own.contains(known) or abs(self.own.value - known) <= TOLERANCE * known:
             return "reproduced"

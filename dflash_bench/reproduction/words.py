@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dflash_bench.analysis.peers.paper import PaperFigure, unlike_conditions
+from dflash_bench.analysis.peers.paper import PaperComparison, PaperFigure, unlike_conditions
+from dflash_bench.analysis.stats import MIN_PROMPTS
 from dflash_bench.core.files import write_text
 from dflash_bench.core.labels import wrapped
 from dflash_bench.core.methods import shown
@@ -96,7 +97,7 @@ def page(item: Item, verdicts: Sequence[ItemResult], refused: Refused) -> str:
     parts += [f"{part.target} was not measured: {why}" for part, why in refused]
     parts.append(
         f"A figure is reproduced if the published value lies in the 95 % interval of ours, or ours within "
-        f"{100 * TOLERANCE:.0f} % of it."
+        f"{100 * TOLERANCE:.0f} % of it; over fewer than {MIN_PROMPTS} prompts, none is."
     )
     if item.open:
         parts.append("Not stated in the publication:\n\n" + "\n".join(f"- {one}" for one in item.open))
@@ -119,7 +120,10 @@ def _of_verdict(item: Item, verdict: ItemResult) -> Iterator[str]:
         yield markdown(["claim", "here", "pairs that surely hold"], rows, 2)
     if verdict.figures:
         yield markdown(HEADS, [_row(one) for one in verdict.figures], 3)
-        yield "\n".join(f"- {note}" for note in unlike_conditions([], info.identity))
+        ran = [one.published for one in verdict.figures if one.own is not None]
+        beside = [PaperComparison(one, one.dataset, "", one.method, None, None) for one in ran]
+        if notes := [f"- {note}" for note in unlike_conditions(beside, info.identity)]:
+            yield "Conditions that differ:\n\n" + "\n".join(notes)
     else:
         yield markdown(OWN_HEADS, list(_own_rows(verdict)), 3)
 

@@ -103,6 +103,7 @@ def test_an_estimate_names_hours_and_memory_of_two_gpus(main: Main) -> None:
     code, said, _ = main("reproduce", "table11", "--estimate")
     assert code == 0 and {"A100,", "H100,", "gpt-oss-120b"} <= set(said.split())
     assert_refused(main("reproduce", "table11", "--estimate", "--model", "nano"), "is for the models of table11")
+    assert_refused(main("reproduce", "table6", "--estimate", "--written", 2), "is of the runs alone")
 
 
 def of_table2(folder: Path, value: float) -> verdict.ItemResult:
@@ -117,7 +118,9 @@ def of_table2(folder: Path, value: float) -> verdict.ItemResult:
 
 
 def test_a_figure_is_reproduced_within_the_interval_or_five_percent(tmp_path: Path) -> None:
-    (compared,) = of_table2(tmp_path / "run", 1.0).figures
+    result = of_table2(tmp_path / "run", 1.0)
+    assert "Conditions that differ" in words.page(items.item("table2"), [result], [])
+    (compared,) = result.figures
     own = compared.own
     assert own is not None and own.low is not None and own.high is not None and own.low < own.value < own.high
 
@@ -126,6 +129,8 @@ def test_a_figure_is_reproduced_within_the_interval_or_five_percent(tmp_path: Pa
 
     assert compared.outcome == "higher" and outcome(own, own.low) == outcome(own, own.high) == "reproduced"
     assert outcome(own, 2 * own.high) == "lower" and outcome(None, 2.0) == "not run"
+    assert outcome(replace(own, num_prompts=19), own.value) == "over too few prompts"
+    assert outcome(Interval(2.0, 0.1, 9.0), 2.0) == "over too few prompts"
     exact = Interval(2.0, 2.0, 2.0)
     assert [outcome(exact, value) for value in (1.88, 1.93, 2.09, 2.13)] == [
         "higher", "reproduced", "reproduced", "lower",
