@@ -31,6 +31,8 @@ class Arm(_Part):
 
     config: str
     method: str
+    published: str | None = None
+    """The method's name in the published figures, if it differs."""
     drafts: Mapping[str, str] = {}
     """Drafts that are not the model's own, as `--draft` takes them."""
     train: Mapping[str, Any] = {}
@@ -45,7 +47,7 @@ class Arm(_Part):
 
     def holds(self, figure: PaperFigure) -> bool:
         is_for = not self.models or figure.target_model in self.models
-        return is_for and (figure.config, figure.method) == (self.config, self.name)
+        return is_for and (figure.config, figure.method) == (self.config, self.published or self.name)
 
 
 class Claim(_Part):

@@ -23,14 +23,15 @@ BLOCKS = ("dflash", "dflash2", "dspark")
 WITH_HEADS = ("dflash2", "dspark")
 MOST_SLIM_RANK = 64
 ANCHORS = ("random", "uniform")
+FUSIONS = ("kv", "input", "none")
 OFF = "off"
 SLIM = ("zlab", "specforge", "safeailab")
 """Formats of drafts that may leave their head to the target."""
 
 DECISIVE = tuple(
     """
-    init layers features block_size intermediate_size rank depth draft_vocab mask_token epochs steps distil anchors
-    decay patience slim
+    init layers features fusion autoregressive block_size intermediate_size rank depth draft_vocab mask_token epochs
+    steps distil anchors decay patience slim
     """.split()
 )
 """Options that determine the draft, besides its rate and seed."""
@@ -59,6 +60,10 @@ def _is_number(text: str) -> bool:
         return False
 
 
+_WITHOUT_FEATURES = Condition(
+    lambda options: options.fusion != "none" or options.features is None,
+    "--fusion none reads no outputs; leave --features out",
+)
 _OF_INIT = Condition(
     lambda options: options.init is not None, "{flag} has no effect with --init, whose draft has its own; leave it out"
 )
@@ -154,6 +159,21 @@ class TrainRequest:
         minimum=1,
         most=32,
         conflicts=(_only(*BLOCKS), _OF_INIT),
+    )
+    fusion: str = _draft(
+        "Where a DFlash draft reads these outputs: kv, as keys and values of each layer; input, added to the "
+        "context's embeddings; none, nowhere. Servers run kv only.",
+        default="kv",
+        metavar="PLACE",
+        choices=lambda: FUSIONS,
+        kind="place of fusion",
+        needs=(_WITHOUT_FEATURES,),
+        conflicts=(_only("dflash"), _OF_INIT),
+    )
+    autoregressive: bool = _draft(
+        "Let a DFlash draft draft token by token instead of a block at once. Servers do not run it.",
+        default=False,
+        conflicts=(_only("dflash"), _OF_INIT),
     )
     block_size: int | None = _draft(
         "Block size of a DFlash draft, including the anchor. Default: 16.",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy, log_softmax
+from torch.nn.functional import binary_cross_entropy, log_softmax, scaled_dot_product_attention
 
 from dflash_bench.models.nets.corrections.markov import ConfidenceHead, MarkovConfig, MarkovHead
 from dflash_bench.models.nets.corrections.selector import CandidateSelector
@@ -16,7 +16,15 @@ from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.layers import Rotary
 from dflash_bench.training.data import Batch, Data, tables
 from dflash_bench.training.drafts import OUT_OF_VOCAB, DraftVocab
-from dflash_bench.training.masks import accepted_lengths, block_labels, context_mask, sample_anchors, uniform_anchors
+from dflash_bench.training.masks import (
+    accepted_lengths,
+    block_labels,
+    causal,
+    context_mask,
+    sample_anchors,
+    slots,
+    uniform_anchors,
+)
 from dflash_bench.training.trainer import Objective
 
 
@@ -25,23 +33,20 @@ def block_hidden(
     features: Tensor,
     embedding: Tensor,
     tables: Rotary,
-    position: Tensor,
-    tokens: Tensor,
-    start: Tensor,
-    visible: Tensor,
+    batch: Batch,
+    ids: Tensor,
+    anchors: Tensor,
 ) -> Tensor:
     """Return the normed states [R, A, B, H] of all blocks of a batch at once; blocks never see each other.
 
-    `features` [R, N, K * H] are the target's states, `tokens` [R, A] the anchors' ids, `start` [R, A] their positions,
-    and `visible` [R, A, N] marks the context tokens that each block may see.
+    `features` [R, N, K * H] are the target's states, `ids` [R, A, B] the tokens of the blocks, and `anchors` [R, A]
+    their indices in a row.
     """
-    config, (num_rows, num_anchors) = draft.config, tokens.shape
-    block = config.block_size
-    ids = torch.full((num_rows, num_anchors, block), config.mask_token_id, device=tokens.device)
-    ids[..., 0] = tokens
-    context = draft.context(features, tables.at(position))
+    config, (num_rows, num_anchors, block) = draft.config, ids.shape
+    context, start = context_of(draft, features, embedding, tables, batch), batch.position.gather(1, anchors)
     groups = config.num_heads // config.num_kv_heads
-    unseen = ~visible[:, None, :, None, :]
+    unseen = ~context_mask(batch, anchors)[:, None, :, None, :]
+    later = torch.ones(block, block, dtype=torch.bool, device=ids.device).triu(1)
 
     def attend(layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         q, k, v = (x.unflatten(0, (num_rows, num_anchors)).transpose(1, 2) for x in (query, keys, values))
@@ -49,6 +54,8 @@ def block_hidden(
         past_k, past_v = (x.repeat_interleave(groups, dim=1) for x in context[layer])
         past = torch.einsum("rhabd,rhnd->rhabn", q, past_k).masked_fill(unseen, -1e4)
         own = torch.einsum("rhabd,rhacd->rhabc", q, k)
+        if config.body.view(layer).is_causal:
+            own = own.masked_fill(later, -1e4)
         weights = torch.softmax(torch.cat([past, own], dim=-1).float() / math.sqrt(config.head_dim), dim=-1).to(v.dtype)
         mixed = torch.einsum("rhabn,rhnd->rhabd", weights[..., :-block], past_v)
         mixed = mixed + torch.einsum("rhabc,rhacd->rhabd", weights[..., -block:], v)
@@ -60,6 +67,25 @@ def block_hidden(
     return hidden.view(num_rows, num_anchors, block, -1)
 
 
+def context_of(
+    draft: DFlashDraft, features: Tensor, embedding: Tensor, tables: Rotary, batch: Batch
+) -> list[tuple[Tensor, Tensor]]:
+    """Return keys and values per layer [R, kv_heads, N, D] of a batch's tokens, given their features [R, N, K * H]."""
+    angles = tables.at(batch.position)
+    if not draft.config.body.mixing.passes_layers:
+        return draft.context(features, angles)
+    context, groups = [], draft.config.num_heads // draft.config.num_kv_heads
+    seen = causal(batch)[:, None]
+
+    def attend(_layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        context.append((keys, values))
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
+        return scaled_dot_product_attention(query, k, v, attn_mask=seen)
+
+    draft(draft.context_inputs(embedding[batch.ids], features), angles, attend)
+    return context
+
+
 def slot_weights(block: int, gamma: float) -> Tensor:
     """Return [B]: exp(-(k - 1) / gamma) for slots 1 to B - 1, and 0 for slot 0, the anchor (paper, section 4.2)."""
     weights = torch.exp(-(torch.arange(block) - 1) / gamma)
@@ -67,12 +93,15 @@ def slot_weights(block: int, gamma: float) -> Tensor:
     return weights
 
 
-def teacher_places(anchors: Tensor, block: int, length: int) -> Tensor:
-    """Return [R, A, B], the index of the token before slot k, whose target state predicts it; within `length`."""
-    return (anchors[..., None] + torch.arange(block, device=anchors.device) - 1).clamp(0, length - 1)
+def teacher_places(anchors: Tensor, block: int, length: int, shift: int = 0) -> Tensor:
+    """Return [R, A, B], the index of the token before slot k's label, whose target state predicts it.
+
+    They are within `length`. The label is the token at the slot, or with a `shift` of 1 the token after it.
+    """
+    return (anchors[..., None] + torch.arange(block, device=anchors.device) - 1 + shift).clamp(0, length - 1)
 
 
-Hidden = Callable[[DFlashDraft, Tensor, Tensor, Rotary, Tensor, Tensor, Tensor, Tensor], Tensor]
+Hidden = Callable[[DFlashDraft, Tensor, Tensor, Rotary, Batch, Tensor, Tensor], Tensor]
 """Conditions a draft on its context; arguments and result as in `block_hidden`."""
 
 
@@ -98,7 +127,8 @@ class DFlashObjective(Objective):
     ) -> None:
         super().__init__(draft, rows)
         self.vocab, self.num_anchors, self.distil, self.uniform = vocab, num_anchors, distil, uniform
-        self.weights = slot_weights(draft.config.block_size, gamma).to(self.device)
+        self.shift = int(draft.config.shifted_labels)
+        self.weights = slot_weights(draft.config.block_size + self.shift, gamma)[self.shift :].to(self.device)
         self.tables = tables(draft.config, rows, self.device)
         self.hidden: Hidden = torch.compile(block_hidden, dynamic=False) if compiled else block_hidden
 
@@ -112,7 +142,17 @@ class DFlashObjective(Objective):
         return sample_anchors(batch, self.num_anchors, torch.Generator().manual_seed(seed))
 
     def labels(self, batch: Batch, anchors: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-        return block_labels(batch, anchors, real, self.draft.config.block_size)
+        """Return the labels of a block's slots [R, A, B], and their validity."""
+        labels, valid = block_labels(batch, anchors, real, self.draft.config.block_size + self.shift)
+        return labels[..., self.shift :], valid[..., self.shift :]
+
+    def block_ids(self, batch: Batch, anchors: Tensor) -> Tensor:
+        """Return the tokens [R, A, B] of blocks: an anchor and masks, or the text if tokens are drafted singly."""
+        config = self.draft.config
+        ids, _, _ = slots(batch, anchors, config.block_size)
+        if not config.body.is_autoregressive:
+            ids[..., 1:] = config.mask_token_id
+        return ids
 
     def _forward(self, index: list[int], seed: int, measures: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return normed states [R, A, B, H], labels and their validity [R, A, B], and anchors [R, A]."""
@@ -125,10 +165,9 @@ class DFlashObjective(Objective):
                 features,
                 self.vocab.embedding,
                 self.tables,
-                batch.position,
-                batch.ids.gather(1, anchors),
-                batch.position.gather(1, anchors),
-                context_mask(batch, anchors),
+                batch,
+                self.block_ids(batch, anchors),
+                anchors,
             )
         return hidden, labels, valid, anchors
 
@@ -141,7 +180,8 @@ class DFlashObjective(Objective):
         scores = log_softmax(logits.float(), dim=-1)
         losses = (self.distil - 1) * scores.gather(1, indices[use][:, None])[:, 0]
         if self.distil:
-            teacher = self._teacher(index, teacher_places(anchors, labels.shape[-1], self.rows.ids.shape[1]), use)
+            places = teacher_places(anchors, labels.shape[-1], self.rows.ids.shape[1], self.shift)
+            teacher = self._teacher(index, places, use)
             losses = losses - self.distil * (teacher * scores).sum(dim=-1)
         # Without a slot to learn from the loss is 0, not NaN.
         return (losses * weights[use]).sum() / weights[use].sum().clamp(min=torch.finfo(torch.float32).tiny)
@@ -159,7 +199,7 @@ class DFlashObjective(Objective):
         with self.half():
             indices = self.vocab.logits(hidden).argmax(dim=-1)
         right = (self.vocab.token_ids[indices] == labels) & valid
-        return accepted_lengths(right[..., 1:], valid[..., 0])
+        return accepted_lengths(right[..., 1 - self.shift :], valid[..., 0])
 
 
 # The training losses of blocks with a correction head: DFlash 2's candidate selector and DSpark's Markov head.

@@ -13,6 +13,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.models.architecture import decoder_layers, final_norm
 from dflash_bench.models.configs import Heads, optional
 from dflash_bench.models.nets import dflash, eagle3
+from dflash_bench.models.nets.bodies import FUSIONS, PLAIN, BlockView, DraftBody
 from dflash_bench.models.nets.corrections.markov import MarkovConfig
 from dflash_bench.models.nets.corrections.selector import SelectorConfig
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
@@ -120,6 +121,12 @@ def unused_token(tokenizer: Any, num_embeddings: int) -> str | None:
     return min(special, key=lambda token: not any(word in token.lower() for word in UNUSED))
 
 
+def body_of(fusion: str, is_autoregressive: bool, num_layers: int) -> DraftBody:
+    """Return the body of a draft of the paper's ablations (tables 9 and 10), or the plain one."""
+    views = (BlockView(is_causal=True),) * num_layers if is_autoregressive else ()
+    return DraftBody(views=views, mixing=FUSIONS[fusion], is_autoregressive=is_autoregressive)
+
+
 def new_dflash(
     target: Any,
     layers: tuple[int, ...],
@@ -129,6 +136,7 @@ def new_dflash(
     seed: int,
     token_ids: Tensor | None = None,
     intermediate_size: int | None = None,
+    body: DraftBody = PLAIN,
 ) -> DFlashDraft:
     """Return a fresh DFlash draft whose last norm starts as the target's, of the target's sizes or a narrower one.
 
@@ -140,6 +148,8 @@ def new_dflash(
         block_size=block_size,
         mask_token_id=mask_token_id,
         target_layer_ids=layers,
+        body=body,
+        shifted_labels=body.is_autoregressive,
         **reduced,
         **_shape(target, intermediate_size),
     )

@@ -110,7 +110,8 @@ def new_objective(prepared: PreparedTraining, rows: PackedRows) -> Objective:
         vocab = DraftVocab.of(embedding, head, counts, request.draft_vocab)
         reduced = vocab.token_ids if request.slim else None
         width = request.intermediate_size
-        made = drafts.new_dflash(model, layers[:-1], num_layers, block, mask, request.seed, reduced, width)
+        body = drafts.body_of(request.fusion, request.autoregressive, num_layers)
+        made = drafts.new_dflash(model, layers[:-1], num_layers, block, mask, request.seed, reduced, width, body)
     return block_objective(request, made, rows, vocab, device)
 
 

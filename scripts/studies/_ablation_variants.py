@@ -16,6 +16,7 @@ from dflash_bench.training.config import GAMMAS
 from dflash_bench.training.data import Batch, Data
 from dflash_bench.training.dflash import DFlashObjective, block_hidden
 from dflash_bench.training.drafts import DraftVocab
+from dflash_bench.training.masks import causal, context_mask
 
 NUM_ANCHORS = 32
 
@@ -153,7 +154,8 @@ class VariantObjective(DFlashObjective):
         gamma = GAMMAS[variant.block] if variant.decay else math.inf
         super().__init__(draft, rows, vocab, NUM_ANCHORS, gamma, uniform=variant.anchors == "uniform")
         self.variant = variant
-        self.hidden = {"KV injection": block_hidden, "input fusion": fused_hidden, "tokens": token_hidden}[
+        # `TokenRows` makes features that only repeat the embedding of their token.
+        self.hidden = {"KV injection": block_hidden, "input fusion": fused_hidden, "tokens": block_hidden}[
             variant.conditioning
         ]
 
@@ -173,53 +175,30 @@ class VariantObjective(DFlashObjective):
             self.variant = trained_as
 
 
-def token_hidden(
-    draft: DFlashDraft,
-    features: Tensor,
-    embedding: Tensor,
-    tables: Rotary,
-    position: Tensor,
-    tokens: Tensor,
-    start: Tensor,
-    visible: Tensor,
-) -> Tensor:
-    """Return `block_hidden` of features that only repeat the embedding of their token, once per feature.
-
-    `TokenRows` makes such features.
-    """
-    return block_hidden(draft, features, embedding, tables, position, tokens, start, visible)
-
-
 def fused_hidden(
     draft: DFlashDraft,
     features: Tensor,
     embedding: Tensor,
     tables: Rotary,
-    position: Tensor,
-    tokens: Tensor,
-    start: Tensor,
-    visible: Tensor,
+    batch: Batch,
+    ids: Tensor,
+    anchors: Tensor,
 ) -> Tensor:
     """Return the hidden states if features are inputs: context places pass through the draft's layers like tokens.
 
     A layer's keys and values then come from the previous layer's output, not from the features.
     """
-    config, (num_rows, num_anchors) = draft.config, tokens.shape
-    block, groups = config.block_size, config.num_heads // config.num_kv_heads
-    ids = torch.full((num_rows, num_anchors, block), config.mask_token_id)
-    ids[..., 0] = tokens
-    length = features.shape[1]
+    config, (num_rows, num_anchors, block) = draft.config, ids.shape
+    groups, length = config.num_heads // config.num_kv_heads, features.shape[1]
     context, x = draft.hidden_norm(draft.fc(features)), embedding[ids.flatten(1)]
-    places = (start[..., None] + torch.arange(block)).flatten(1)
+    places = (batch.position.gather(1, anchors)[..., None] + torch.arange(block)).flatten(1)
     # Rows [context; blocks] attend to the preceding context of their conversation, and blocks also to themselves.
-    restarts = (position == 0).cumsum(dim=1)
-    causal = (restarts[:, :, None] == restarts[:, None]) & (torch.arange(length)[:, None] >= torch.arange(length))
-    of_blocks = visible.repeat_interleave(block, dim=1)
+    of_blocks = context_mask(batch, anchors).repeat_interleave(block, dim=1)
     block_number = torch.arange(num_anchors).repeat_interleave(block)
     same_block = (block_number[:, None] == block_number).expand(num_rows, -1, -1)
     nothing = torch.zeros(num_rows, length, num_anchors * block, dtype=torch.bool)
-    seen = torch.cat([torch.cat([causal, nothing], dim=2), torch.cat([of_blocks, same_block], dim=2)], dim=1)
-    both, all_places = torch.cat([context, x], dim=1), torch.cat([position, places], dim=1)
+    seen = torch.cat([torch.cat([causal(batch), nothing], dim=2), torch.cat([of_blocks, same_block], dim=2)], dim=1)
+    both, all_places = torch.cat([context, x], dim=1), torch.cat([batch.position, places], dim=1)
 
     def attend(layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         keys, values = (tensor.repeat_interleave(groups, dim=1) for tensor in (keys, values))

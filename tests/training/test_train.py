@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from dflash_bench.engine.drafter import Committed
-from dflash_bench.engine.drafters.dflash import DFlashDrafter
+from dflash_bench.engine.drafters.dflash import AutoregressiveDrafter, DFlashDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.models.nets import dflash as dflash_models
 from dflash_bench.models.nets import eagle3 as eagle3_models
+from dflash_bench.models.nets.bodies import FUSIONS
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.nets.layers import Rotary
@@ -31,6 +32,7 @@ from dflash_bench.training.trainer import (
     set_rate,
     train,
 )
+from helpers.each import each
 from helpers.toy import tiny
 from nano.answers import Rows
 
@@ -131,29 +133,47 @@ def test_uniform_anchors_follow_each_other_by_a_block_from_an_answers_first_toke
         assert [sorted(row[keep].tolist()) for row, keep in zip(anchors, real, strict=True)] == [places, places]
 
 
-def test_training_blocks_are_what_the_drafter_proposes():
-    draft, data = big(DFlashDraft(DFLASH)), rows(1)
-    batch, features = data.take([0], DFLASH.target_layer_ids)
+@each("fusion", list(FUSIONS))
+@each("is_autoregressive", [False, True])
+def test_training_blocks_are_what_the_drafter_proposes(fusion, is_autoregressive):
+    body = drafts.body_of(fusion, is_autoregressive, DFLASH.num_layers)
+    config = replace(DFLASH, body=body, shifted_labels=is_autoregressive)
+    draft, data = big(DFlashDraft(config)), rows(1)
+    batch, features = data.take([0], config.target_layer_ids)
     anchors = torch.tensor([[6, 10, 18]])
-    hidden = dflash.block_hidden(
-        draft,
-        features,
-        EMBEDDING,
-        tables(),
-        batch.position,
-        batch.ids.gather(1, anchors),
-        batch.position.gather(1, anchors),
-        masks.context_mask(batch, anchors),
-    )
-    logits = VOCAB.logits(hidden)
+    objective = DFlashObjective(draft, data, VOCAB, 4, 4.0)
+    kind = AutoregressiveDrafter if is_autoregressive else DFlashDrafter
     for i, (anchor, start) in enumerate([(6, 0), (10, 0), (18, 14)]):
-        drafter = DFlashDrafter(draft, Lookup(), Head())
+        drafter = kind(draft, Lookup(), Head())
         drafter.begin(1, 24)
-        count = anchor - start
-        token = data.ids[0, anchor : anchor + 1]
+        text = data.ids[0, start : anchor + 1]
         with torch.inference_mode():
-            drafter.observe(Committed(features[:, start:anchor], token[None], token, [0], [count]))
-            assert drafter.propose().tokens.tolist() == [logits[0, i, 1:].argmax(dim=-1).tolist()]
+            hidden = features[:, start:anchor] if drafter.taps else None
+            told = Committed(hidden, text[None, 1:], text[-1:], [0], [anchor - start], [text.tolist()])
+            drafter.observe(told)
+            proposed = drafter.propose().tokens
+            # The draft's own tokens stand where training has the text's.
+            given = batch
+            if is_autoregressive:
+                given = replace(batch, ids=batch.ids.clone())
+                given.ids[0, anchor + 1 : anchor + 5] = proposed[0]
+            ids = objective.block_ids(given, anchors)
+            hidden = dflash.block_hidden(draft, features, EMBEDDING, tables(), given, ids, anchors)
+        first = 1 - is_autoregressive
+        assert proposed.tolist() == [VOCAB.logits(hidden)[0, i, first:].argmax(dim=-1).tolist()]
+
+
+def test_an_autoregressive_slot_learns_the_token_after_it():
+    config = replace(DFLASH, body=drafts.body_of("kv", True, DFLASH.num_layers), shifted_labels=True)
+    data = rows(1)
+    objective = DFlashObjective(DFlashDraft(config), data, VOCAB, 4, 4.0)
+    batch, _ = data.take([0], config.target_layer_ids)
+    anchors, real = torch.tensor([[5]]), torch.tensor([[True]])
+    labels, valid = objective.labels(batch, anchors, real)
+    assert labels[0, 0].tolist() == data.ids[0, 6:10].tolist() and valid.all()
+    assert objective.block_ids(batch, anchors)[0, 0].tolist() == data.ids[0, 5:9].tolist()
+    assert objective.weights.tolist() == dflash.slot_weights(5, 4.0)[1:].tolist()
+    assert dflash.teacher_places(anchors, 4, 24, 1).tolist() == [[[5, 6, 7, 8]]]
 
 
 def test_training_steps_are_what_the_chain_proposes():

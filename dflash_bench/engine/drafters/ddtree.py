@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
-from dflash_bench.engine.drafters.dflash import AdaptiveDrafter, DFlashDrafter, with_labels
+from dflash_bench.engine.drafters.dflash import AdaptiveDrafter, DFlashDrafter, refuse_autoregressive, with_labels
 from dflash_bench.engine.forward.layers import Product
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
@@ -35,6 +35,7 @@ from dflash_bench.models.nets.dflash import DFlashDraft
 def build(models: Models, target: Target, method: Method) -> DDTreeDrafter:
     """Build the drafter. Raises UserError for a draft that offers no tree, and for more nodes than a tree can have."""
     draft = with_labels(models.draft_of(method), method)
+    refuse_autoregressive(draft, method)
     _refuse(draft, method)
     top_k, block_size = (None if method.option(name) is None else method.number(name) for name in ("top_k", "block"))
     is_auto = method.option("nodes") == "auto"

@@ -28,12 +28,12 @@ from dflash_bench.engine.forward.layers import Product
 from dflash_bench.engine.forward.native_drafts import DFlashNetwork, NativeDFlash
 from dflash_bench.engine.graphs import ANY
 from dflash_bench.engine.lengths import Seen, placed_lengths
-from dflash_bench.engine.masks import block_mask
+from dflash_bench.engine.masks import block_mask, causal_mask
 from dflash_bench.engine.sampling import likeliest
-from dflash_bench.engine.target import Target
+from dflash_bench.engine.target import Target, part_size
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
-from dflash_bench.models.nets.bodies import WHOLE, BlockView
+from dflash_bench.models.nets.bodies import JETSPEC, WHOLE, BlockView, Mixing
 from dflash_bench.models.nets.corrections.base import BlockPass, Corrected, CorrectionHead
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.weights import lay_out
@@ -48,6 +48,8 @@ def build(models: Models, target: Target, method: Method) -> DFlashDrafter:
     if method.option("block") == "auto":
         return AutoDFlashDrafter(draft, embedding, head, rule=rule, steps=steps)
     size = block_size(draft, method)
+    if draft.config.body.is_autoregressive:
+        return AutoregressiveDrafter(draft, embedding, head, size, rule)
     if cut == "auto":
         return AutoCutDFlashDrafter(draft, embedding, head, size, rule)
     if cut != "off":
@@ -60,6 +62,8 @@ def _refuse(draft: DFlashDraft, method: Method) -> None:
     correction, where = draft.config.correction, f"method '{method.label}'"
     if correction is not None and method.number("steps") > 1:
         raise UserError(f"{where}: the head of a {draft.config.kind} draft corrects a single pass; leave steps out")
+    if draft.config.body.is_autoregressive and (method.number("steps") > 1 or method.option("block") == "auto"):
+        raise UserError(f"{where}: an autoregressive draft has no block to cut or to repeat; leave block and steps out")
     if (cut := method.option("cut")) == "off":
         return
     if correction is None or not correction.has_confidence:
@@ -73,6 +77,12 @@ def _refuse(draft: DFlashDraft, method: Method) -> None:
         )
 
 
+def refuse_autoregressive(draft: DFlashDraft, method: Method) -> None:
+    """Raise UserError for a draft that has no block to make something else of."""
+    if draft.config.body.is_autoregressive:
+        raise UserError(f"method '{method.label}': an {draft.config.kind} draft drafts no block; use dflash")
+
+
 def with_labels(draft: DFlashDraft, method: Method) -> DFlashDraft:
     """Return the draft with the labels given by the option `shift`, for kinds whose files do not specify them.
 
@@ -81,7 +91,7 @@ def with_labels(draft: DFlashDraft, method: Method) -> DFlashDraft:
     shift = method.option("shift")
     if shift is None:
         return draft
-    if not draft.config.body.is_causal_head:
+    if draft.config.kind != JETSPEC:
         raise UserError(
             f"method '{method.label}': the labels of a {draft.config.kind} draft are known; leave shift out"
         )
@@ -133,12 +143,17 @@ class DFlashDrafter(CachedDrafter):
         self.embedding = raw_rows(draft.embed_tokens if self.config.own_embedding else embedding)
         self.head: Product = lay_out(draft.lm_head) if self.config.own_head else head
         self.num_drafts = self.num_predicted
+        self.mixing = self.config.body.mixing
+        if self.mixing is Mixing.ABSENT:
+            self.taps = ()
         self.draft_sampler = DraftSampler(rule, draft.target_ids, self.config.draft_vocab_size)
         self.corrector = BlockCorrector.of(draft, self.draft_sampler, self.reads_confidence)
 
     def compile(self) -> None:
         network, head = self.network, self.head
         if not isinstance(network, NativeDFlash) or not self.config.body.has_usual_attention:
+            return
+        if self.mixing.passes_layers:
             return
         if why_not_layers(network.plain_layers):
             return
@@ -162,16 +177,39 @@ class DFlashDrafter(CachedDrafter):
 
     def observe(self, committed: Committed) -> None:
         """Store keys and values of the committed tokens' features [B, M, K * H], and put the anchor into the block."""
-        assert committed.hidden is not None
         self.draft_sampler.sampler = committed.sampler
-        if committed.is_prompt or not self._keep_captured(committed.starts, committed.hidden):
-            self.cache.place(committed.starts, committed.hidden.shape[1], committed.first)
-            self._keep(committed.hidden)
+        if self.mixing.passes_layers:
+            self._pass(committed)
+        else:
+            self._store(committed)
         if committed.anchor is not None:
             self.block[committed.row_slice, 0] = committed.anchor
         if self.corrector is not None:
             self.corrector.observe(committed)
         self.advance(committed)
+
+    def _store(self, committed: Committed) -> None:
+        """Store keys and values of the committed tokens' features, by a captured pass if there is one."""
+        assert committed.hidden is not None
+        if committed.is_prompt or not self._keep_captured(committed.starts, committed.hidden):
+            self.cache.place(committed.starts, committed.hidden.shape[1], committed.first)
+            self._keep(committed.hidden)
+
+    def _pass(self, committed: Committed) -> None:
+        """Store keys and values of the committed tokens, which pass through the layers, in parts."""
+        width = committed.tokens.shape[1]
+        read = [
+            [*text[start : start + width], *[0] * width][:width]
+            for text, start in zip(committed.texts, committed.starts, strict=True)
+        ]
+        tokens, size = to_device(read, self.device), part_size(self.device)
+        for at in range(0, width, size):
+            part = tokens[:, at : at + size]
+            features = None if committed.hidden is None else committed.hidden[:, at : at + size]
+            self.cache.place([start + at for start in committed.starts], part.shape[1], committed.first)
+            inputs = self.draft.context_inputs(self.embedding(part), features)
+            mask = causal_mask(self.cache, self.weight.dtype)
+            self.network.forward(inputs, rotations(self.rotary, self.cache), mask, self.cache)
 
     def _keep(self, features: Tensor) -> Tensor:
         """Store keys and values of features [B, M, K * H] where they were placed, and return them."""
@@ -202,7 +240,7 @@ class DFlashDrafter(CachedDrafter):
 
     @property
     def is_steady(self) -> bool:
-        return self.steps == 1 and self.draft_sampler.is_steady
+        return self.steps == 1 and self.draft_sampler.is_steady and not self.mixing.passes_layers
 
     def drafted_at(self, num_places: int, anchor: Tensor, starts: Tensor) -> Tensor:
         self.block[:, 0] = anchor
@@ -310,6 +348,25 @@ class DFlashDrafter(CachedDrafter):
         if self.by_lengths:
             return dict.fromkeys(self.views, placed_lengths(self.cache, whole_block=True))
         return {name: block_mask(self.cache, self.columns, view) for name, view in self.views.items()}
+
+
+class AutoregressiveDrafter(DFlashDrafter):
+    """Drafts token by token, each from a pass over the token before it (DFlash-AR; paper, table 9)."""
+
+    @property
+    def is_steady(self) -> bool:
+        return False
+
+    def propose(self) -> Draft:
+        probs: list[Tensor | None] = []
+        tokens = [self.block[:, :1]]
+        for step in range(self.num_drafts):
+            self.cache.place([start + step for start in self.starts], 1)
+            logits = self.config.body.logits(self.head(self._through(tokens[-1])))
+            drafted, drawn_from = self.draft_sampler.sample(logits, first=step)
+            tokens.append(drafted)
+            probs.append(drawn_from)
+        return Draft(torch.cat(tokens[1:], dim=1), probs=joined(probs))
 
 
 def raw_rows(embedding: nn.Module) -> Callable[[Tensor], Tensor]:

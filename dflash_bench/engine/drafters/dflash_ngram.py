@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.base import Text, chains
-from dflash_bench.engine.drafters.dflash import DFlashDrafter, block_size
+from dflash_bench.engine.drafters.dflash import DFlashDrafter, block_size, refuse_autoregressive
 from dflash_bench.engine.drafters.ngram import NGramDrafter
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
@@ -47,5 +47,6 @@ class DFlashNGramDrafter:
 
 def build(models: Models, target: Target, method: Method) -> DFlashNGramDrafter:
     draft: DFlashDraft = models.draft_of(method)
+    refuse_autoregressive(draft, method)
     block = DFlashDrafter(draft, target.embedding, target.head, block_size(draft, method))
     return DFlashNGramDrafter(block, method.number("match"), method.number("copy"))

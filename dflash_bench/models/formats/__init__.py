@@ -65,6 +65,7 @@ ARCHITECTURES = {
     "DFlashDraftModel": ("zlab", "dflash"),
     "DFlash2DraftModel": ("zlab", "dflash"),
     "QwenDFlareDraftModel": ("zlab", "dflash"),
+    bodies.OF_ABLATIONS: ("zlab", "dflash"),
     "Qwen3DSparkModel": ("deepspec", "dflash"),
     "Qwen3Eagle3Model": ("deepspec", "eagle3"),
     "PEagleDraftModel": ("specforge", "p-eagle"),

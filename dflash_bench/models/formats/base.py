@@ -292,7 +292,11 @@ LARGEST_OTHER = 1 << 24
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
 FLAGS = ("attention_bias", "shifted_labels", "last_slot_idle", "own_embedding", "own_head", "qk_norm", *EAGLE3_FLAGS)
-OTHER_FLAGS = ("is_causal", "has_sinks", "turns_neighbours", "enable_confidence_head", "confidence_head_with_markov")
+OTHER_FLAGS = tuple(
+    """
+    is_causal has_sinks turns_neighbours is_autoregressive enable_confidence_head confidence_head_with_markov
+    """.split()
+)
 REALS = tuple(
     """
     rms_norm_eps rope_theta embedding_scale output_multiplier logit_softcap value_scale lilicorr_mlp_ratio
@@ -305,6 +309,7 @@ EXPECTED = {
     "target_layer_ids": "a list of layers",
     "rope_scaling": "an object",
     "layer_types": "one entry a layer",
+    "autoregressive": "true only with is_causal",
     "markov_head_type": "vanilla, gated or rnn",
     "conv_group_size": "a whole number that divides the hidden size",
     "lilicorr_num_heads": "a whole number that divides lilicorr_hidden_size",

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from dflash_bench.core.errors import UserError
+from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.models.formats.base import LARGEST, Json, Tensors, rename_tensors
 from dflash_bench.models.formats.variants import ABSENT
+from dflash_bench.models.nets import bodies as nets
 from dflash_bench.models.nets.bodies import WHOLE, BlockView, DraftBody, Mixing
 from dflash_bench.models.nets.dflash import DFlashConfig
 
@@ -35,7 +36,18 @@ VALUE_SCALE = "attention_value_scale"
 ORDER = ("rope_is_neox_style", "is_neox_style")
 """False if rotary pairs are adjacent rows."""
 IN_ATTENTION = (*SINKS, VALUE_SCALE, *ORDER)
-READ_INSIDE = (*CAUSAL, "use_swa", "swa_window_size", *SCALES.values(), *CONVOLUTION, *IN_ATTENTION)
+FUSION, AUTOREGRESSIVE = "fusion", "autoregressive"
+"""Keys of our own, of drafts of the paper's ablations."""
+READ_INSIDE = (
+    *CAUSAL,
+    "use_swa",
+    "swa_window_size",
+    *SCALES.values(),
+    *CONVOLUTION,
+    *IN_ATTENTION,
+    FUSION,
+    AUTOREGRESSIVE,
+)
 """Keys of `dflash_config` that are read here."""
 READ_BESIDE = ("is_causal", *SCALES.values(), *CONVOLUTION, *IN_ATTENTION)
 """Keys beside it that are read here."""
@@ -57,7 +69,16 @@ def read(config: Json, tensors: Tensors) -> DraftBody:
     for kind in layer_types(both):
         slides = kind == SLIDING or bool(inner.get("use_swa"))
         views.append(BlockView(window if slides else None, kind == SLIDING if causal is None else causal))
-    return replace(_body(both, tensors, views), **_attention(both))
+    return replace(_body(both, tensors, views), **_attention(both), **_of_ablations(inner))
+
+
+def _of_ablations(inner: Json) -> dict[str, Any]:
+    """Return the fields of a draft of the paper's ablations."""
+    fusion = inner.get(FUSION)
+    if fusion is not None and fusion not in nets.FUSIONS:
+        raise unknown(FUSION, str(fusion), [*nets.FUSIONS])
+    mixing = {} if fusion is None else {"mixing": nets.FUSIONS[fusion]}
+    return mixing | ({"is_autoregressive": inner[AUTOREGRESSIVE]} if AUTOREGRESSIVE in inner else {})
 
 
 def _attention(both: Json) -> dict[str, Any]:
@@ -151,6 +172,8 @@ def keys_of(body: DraftBody, num_layers: int) -> tuple[dict[str, Any], dict[str,
     inner |= {key: getattr(body, key) for key in CONVOLUTION if body.conv_kernel_size is not None}
     inner |= {SINKS[0]: body.has_sinks or None, VALUE_SCALE: body.value_scale}
     beside |= {ORDER[0]: False} if body.turns_neighbours else {}
+    fusion = next((name for name, mixing in nets.FUSIONS.items() if mixing is body.mixing), None)
+    inner |= {FUSION: None if fusion == "kv" else fusion, AUTOREGRESSIVE: body.is_autoregressive or None}
     return beside, {key: value for key, value in inner.items() if (value is not None and value != 1.0) or value is True}
 
 
@@ -174,7 +197,10 @@ TURNED = r"\.self_attn\.([qk]_proj|k_proj_target|[qk]_norm)\.(weight|bias)$"
 """Tensors whose first axis contains the rows of rotated heads."""
 
 
+OF_ABLATIONS = "DFlashAblationDraftModel"
+"""Our name for drafts that no server decodes."""
 KINDS: Mapping[str, tuple[str, ...]] = {
+    OF_ABLATIONS: (nets.AUTOREGRESSIVE, *nets.ABLATED.values()),
     "DFlashDraftModel": ("DFlash", "JetSpec", "DSpark", "Domino", "LiLiCorr"),
     "DFlash2DraftModel": ("DFlash 2",),
     "QwenDFlareDraftModel": ("DFlare",),

@@ -132,10 +132,12 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
     reduced = {"draft_vocab_size": both["draft_vocab_size"]} if base.leaves_head(both, tensors) else {}
     taps = tuple(both.get("target_layer_ids") or ())
     body = bodies.read(config, bodies.usual_names(tensors))
+    if body.is_autoregressive:
+        reduced |= {"shifted_labels": True}
     read = checkpoint(both, tensors, depth, target_layer_ids=taps, body=body, **reduced)
     read = read if selector is None else heads.with_head(read, selector)
     _refuse_another(config, read)
-    return replace(read, target_head=bool(reduced))
+    return replace(read, target_head="draft_vocab_size" in reduced)
 
 
 def _selector(config: Json) -> SelectorConfig | None:
@@ -164,11 +166,20 @@ def _refuse_another(config: Json, read: Checkpoint) -> None:
         )
 
 
+ARCHITECTURES = {
+    "DFlash 2": SECOND,
+    "DFlare": "QwenDFlareDraftModel",
+    **dict.fromkeys(bodies.KINDS[bodies.OF_ABLATIONS], bodies.OF_ABLATIONS),
+}
+"""Other architectures than DFlash's, by kind of draft."""
+
+
 def write_dflash(checkpoint: Checkpoint) -> Stored:
     config = checkpoint.config
     assert isinstance(config, DFlashConfig)
     reduced = "" if checkpoint.target_head else "draft_vocab_size"
-    base.cannot_hold("zlab", config, f"shifted_labels {reduced} target_hidden_size")
+    labels = "" if config.body.is_autoregressive else "shifted_labels"
+    base.cannot_hold("zlab", config, f"{labels} {reduced} target_hidden_size")
     if config.own_embedding or (config.own_head and not checkpoint.target_head):
         raise UserError(
             "the zlab format leaves embedding and head to the target, but this draft includes its own; "
@@ -178,7 +189,7 @@ def write_dflash(checkpoint: Checkpoint) -> Stored:
     beside, inside = bodies.keys_of(config.body, config.num_layers)
     if config.correction is not None:
         inside |= heads.json_of(config.correction)
-    architecture = {"DFlash 2": SECOND, "DFlare": "QwenDFlareDraftModel"}.get(config.kind, "DFlashDraftModel")
+    architecture = ARCHITECTURES.get(config.kind, "DFlashDraftModel")
     if config.body.mixing is Mixing.BY_LAYER_NORMED:
         raise UserError("the zlab format cannot hold a DFlare draft with a norm for each layer's context")
     depth = {} if config.num_target_layers is None else {"num_target_layers": config.num_target_layers}

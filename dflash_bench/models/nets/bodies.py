@@ -47,6 +47,22 @@ class Mixing(StrEnum):
     """A weighted mean of them per layer, then one norm for all (DFlare as its authors publish it)."""
     BY_LAYER_NORMED = "by layer, normed apart"
     """The same, then a separate norm per layer (DFlare in the speculators library)."""
+    AT_INPUT = "at the input"
+    """One projection, added to the context's embeddings, which pass through the layers (paper, table 9)."""
+    ABSENT = "absent"
+    """No features: the context's embeddings alone pass through the layers (paper, table 10)."""
+
+    @property
+    def passes_layers(self) -> bool:
+        """Return whether the context itself passes through the draft's layers, each token seeing those before it."""
+        return self in (Mixing.AT_INPUT, Mixing.ABSENT)
+
+
+FUSIONS = {"kv": Mixing.JOINED, "input": Mixing.AT_INPUT, "none": Mixing.ABSENT}
+"""Where a draft reads the target's features, as files and options name it."""
+JETSPEC, AUTOREGRESSIVE = "JetSpec", "autoregressive DFlash"
+ABLATED = {Mixing.AT_INPUT: "DFlash with input fusion", Mixing.ABSENT: "DFlash without features"}
+"""Kinds of drafts of the paper's ablations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,15 +92,21 @@ class DraftBody:
     mixing: Mixing = Mixing.JOINED
     own_context_weights: bool = False
     """The context has separate key and value projections in each layer."""
+    is_autoregressive: bool = False
+    """Slots hold the tokens drafted before them instead of masks, and each drafts the token after it (table 9)."""
 
     @property
     def kind(self) -> str:
         """Return the publisher's name for drafts with this body and no head of their own."""
         if self.conv_kernel_size is not None:
             return "DFlash 2"
+        if self.is_autoregressive:
+            return AUTOREGRESSIVE
+        if self.mixing in ABLATED:
+            return ABLATED[self.mixing]
         if self.mixing is not Mixing.JOINED:
             return "DFlare"
-        return "JetSpec" if self.is_causal_head else "DFlash"
+        return JETSPEC if self.is_causal_head else "DFlash"
 
     @property
     def is_causal_head(self) -> bool:
@@ -115,7 +137,9 @@ class DraftBody:
                 yield "sliding_window", view.window
             if type(view.is_causal) is not bool:
                 yield "is_causal", view.is_causal
-        for name in ("has_sinks", "turns_neighbours"):
+        if self.is_autoregressive and not self.is_causal_head:
+            yield "autoregressive", f"{self.is_autoregressive}, where a slot sees those after it"
+        for name in ("has_sinks", "turns_neighbours", "is_autoregressive"):
             if type(getattr(self, name)) is not bool:
                 yield name, getattr(self, name)
         for name in ("embedding_scale", "output_multiplier", "logit_softcap", "value_scale"):

@@ -165,10 +165,10 @@ class DFlashDraft(DraftNetwork):
         super().__init__()
         self.config = config
         body, width = config.body, config.target_hidden_size or config.hidden_size
-        if body.mixing is Mixing.JOINED:
+        if body.mixing in (Mixing.JOINED, Mixing.AT_INPUT):
             self.fc = nn.Linear(config.num_features, config.hidden_size, bias=False)
             self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        else:
+        elif body.mixing is not Mixing.ABSENT:
             weights = torch.zeros(config.num_layers, len(config.target_layer_ids))
             self.layer_fusion_weights = nn.Parameter(weights)
             if body.mixing is Mixing.BY_LAYER:
@@ -209,6 +209,13 @@ class DFlashDraft(DraftNetwork):
         if mixing is Mixing.BY_LAYER:
             return [self.hidden_norm(own) for own in mixed]
         return [norm(own) for norm, own in zip(self.fusion_norms, mixed, strict=True)]
+
+    def context_inputs(self, embedded: Tensor, features: Tensor | None) -> Tensor:
+        """Return the input [B, N, H] of a context that passes through the layers, given its embeddings [B, N, H]."""
+        if features is None or self.config.body.mixing is Mixing.ABSENT:
+            return embedded
+        fused: Tensor = self.hidden_norm(self.fc(features))
+        return embedded + fused
 
     def embed_block(self, block: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the layers' input [B, N, H] for a block of token ids [B, N]; `embed` looks up raw embedding rows."""
