@@ -159,6 +159,7 @@ def profile(
     context: Sequence[int] = (512,),
     width: Sequence[int] = (1, 2, 4, 8, 16),
     acceptance: float | None = None,
+    draft_layers: Sequence[int] = (),
     tell: Tell = _ignore,
     **options: Any,
 ) -> Profiled:
@@ -166,7 +167,8 @@ def profile(
 
     `batch`: sequences side by side; `context`: tokens already in the cache; `width`: tokens that a pass verifies;
     `acceptance`: acceptance lengths that speed-ups are predicted for. With `random_weights` nothing is downloaded, and
-    the first `layers` of the target are enough. Other options: target, drafts, device, dtype, attention, engine, graph,
+    the first `layers` of the target are enough, and `draft_layers` compares drafts of several depths. Other options:
+    target, drafts, device, dtype, attention, engine, graph,
     threads. Returns times in seconds with the device's lower bounds. Raises UserError for models that do not fit into
     memory.
     """
@@ -174,4 +176,5 @@ def profile(
 
     request = request_of(methods=methods, model=model, **options)
     shapes = (tuple(batch), tuple(context), tuple(width))
-    return profile.profile(profile.ProfileRequest(request, random_weights, layers, *shapes, acceptance), tell)
+    asked = profile.ProfileRequest(request, random_weights, layers, *shapes, acceptance, tuple(draft_layers))
+    return profile.profile(asked, tell)

@@ -13,7 +13,7 @@ from typer import Argument, Context, Option
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command, GroupedHelp
 from dflash_bench.cli.options import under
-from dflash_bench.core.errors import UserError
+from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.files import json_text, write_text
 from dflash_bench.core.option import MOST_TOKENS, options_of, whole_numbers
 from dflash_bench.core.secrets import command
@@ -132,6 +132,14 @@ def profile(
             help="With --random-weights: build only N of the target's layers, and extrapolate to all of them.",
         ),
     ] = None,
+    random_draft: Annotated[
+        str | None,
+        _models(
+            "--random-draft",
+            metavar="layers=N[,N...]",
+            help="With --random-weights: compare DFlash drafts of N layers, as figure 3 of the paper does.",
+        ),
+    ] = None,
     batch: Annotated[str, _shapes(metavar="B[,B...]", help="Batch size: sequences decoded together.")] = "1",
     context: Annotated[str, _shapes(metavar="C[,C...]", help="Context length: tokens already in the cache.")] = "512",
     width: Annotated[
@@ -168,6 +176,7 @@ def profile(
         whole_numbers(context, "--context"),
         whole_numbers(width, "--width"),
         acceptance,
+        _draft_layers(random_draft),
     )
     profile.check_out(out)
     with status() as tell:
@@ -180,6 +189,16 @@ def profile(
     say(text if as_json else shown.text(profiled, wide()), end="\n" if as_json else "")
     if out is not None:
         note(f"saved in {out}")
+
+
+def _draft_layers(text: str | None) -> tuple[int, ...]:
+    """Read layers=N[,N...]. Raises UserError for anything else."""
+    if text is None:
+        return ()
+    name, _, numbers = text.partition("=")
+    if name != "layers":
+        raise unknown("part of --random-draft", name, ["layers"])
+    return whole_numbers(numbers, "--random-draft layers")
 
 
 @app.command(cls=GroupedHelp)

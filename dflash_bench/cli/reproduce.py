@@ -74,10 +74,17 @@ def reproduce(
         return
     with Stages() as stages:
         stages.begin("starting")
-        from dflash_bench.reproduction import perform
+        from dflash_bench.reproduction import drafting, perform
         from dflash_bench.runner.session import Caller
 
         try:
+            if chosen.profile:
+                timed = drafting.measure(chosen, request, training, stages)
+                folder = out or perform.default_folder(chosen, request, training)
+                drafting.write_page(timed, folder)
+                stages.end()
+                say(drafting.ended(timed, folder, terminal_width(80)), end="")
+                return
             made = perform.perform(chosen, request, training, out, Caller(note, stages=stages))
         except KeyboardInterrupt:
             stages.end()
@@ -91,6 +98,8 @@ def _estimate(item: Item, request: RunRequest) -> None:
     from dflash_bench.reproduction.estimate import estimate
     from dflash_bench.reproduction.parts import parts
 
+    if item.profile:
+        raise UserError(f"--estimate is of decoding, and {item.name} only times drafts, in a minute: leave it out")
     made = parts(item, request)
     if made[0].target is None:
         raise UserError(f"--estimate is for the models of {item.name}: {', '.join(item.models.values())}")

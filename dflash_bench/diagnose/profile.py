@@ -16,7 +16,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import io_error
 from dflash_bench.core.forwards import ProfileData, Size
 from dflash_bench.core.labels import dtype_name
-from dflash_bench.core.methods import Method
+from dflash_bench.core.methods import Method, draft_of
 from dflash_bench.core.option import MOST_TOKENS, check_options
 from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
@@ -26,6 +26,8 @@ from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import drafts_of, model_of
 from dflash_bench.runner.setup import configure_torch
 
+MOST_LAYERS = 32
+"""The most layers of a random draft."""
 WIDEST = 64
 """The width in tokens of the pass that memory is predicted for; no block is wider."""
 
@@ -42,6 +44,8 @@ class ProfileRequest:
     widths: tuple[int, ...] = (1, 2, 4, 8, 16)
     acceptance: float | None = None
     """Acceptance length; None: the published value, if any."""
+    draft_layers: tuple[int, ...] = ()
+    """Numbers of layers of random DFlash drafts to compare; empty: the published draft's alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +64,15 @@ def profile(request: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
     """Measure. Raises UserError for options without effect, unknown shapes, and too little memory."""
     _check(request)
     of_run = request.of_run
-    drafting = [method for method in methods.chosen(of_run.methods or ["dflash"]) if method.name != "ar"]
+    drafting = [
+        one
+        for method in methods.chosen(of_run.methods or ["dflash"])
+        if method.name != "ar"
+        for one in _of_layers(method, request.draft_layers)
+    ]
     preset = _preset(request, drafting)
     drafting = [
-        method.with_count((preset.num_drafts or {}).get(method.name) if method.tag is None else None)
+        method.with_count((preset.num_drafts or {}).get(method.name) if _is_own(request, method) else None)
         for method in drafting
     ]
     tell("reading shapes")
@@ -152,6 +161,10 @@ def _check(request: ProfileRequest) -> None:
     of_run = request.of_run
     if request.layers is not None and not request.random_weights:
         raise UserError("--layers has no effect without --random-weights: a model's own weights are measured whole")
+    if request.draft_layers and not request.random_weights:
+        raise UserError("--random-draft has no effect without --random-weights: drafts have their own layers")
+    if wrong := [count for count in request.draft_layers if not 1 <= count <= MOST_LAYERS]:
+        raise UserError(f"--random-draft: a draft has from 1 to {MOST_LAYERS} layers, not {wrong[0]}")
     if request.random_weights and of_run.drafts:
         raise UserError("--draft has no effect with --random-weights, whose drafts are random, too; leave it out")
     if request.random_weights and of_run.dtype == "auto":
@@ -164,6 +177,29 @@ def _check(request: ProfileRequest) -> None:
         if wrong := [value for value in values if not 1 <= value <= MOST_TOKENS]:
             raise UserError(f"{flag} takes numbers from 1 to {MOST_TOKENS:,}, not {wrong[0]}")
     check_options(of_run)
+
+
+LAYERS = "layers"
+"""End of the tag of a draft that has a given number of layers."""
+
+
+def _of_layers(method: Method, draft_layers: Sequence[int]) -> list[Method]:
+    """Return the method, or a method for each number of layers if its draft is DFlash's."""
+    if method.name != "dflash" or not draft_layers:
+        return [method]
+    _, colon, rest = method.label.partition(":")
+    return [methods.parse(f"{method.name}@{count}{LAYERS}{colon}{rest}") for count in draft_layers]
+
+
+def _layers_of(draft: str) -> int | None:
+    """Return the number of layers that the tag of a random draft gives."""
+    count = draft.partition("@")[2].removesuffix(LAYERS)
+    return int(count) if count.isdecimal() else None
+
+
+def _is_own(request: ProfileRequest, method: Method) -> bool:
+    """Return whether the method drafts as many tokens as the model's own draft of this kind does."""
+    return method.tag is None or bool(request.draft_layers)
 
 
 def _preset(request: ProfileRequest, drafting: Sequence[Method]) -> Preset:
@@ -183,7 +219,7 @@ def _subject(request: ProfileRequest, preset: Preset, drafting: Sequence[Method]
         config = random_weights.config_of(preset.target, request.layers)
         drafts = {
             name: random_weights.empty_draft(
-                name.partition("@")[0], preset.target, config, whole.num_hidden_layers, preset
+                name.partition("@")[0], preset.target, config, whole.num_hidden_layers, preset, _layers_of(name)
             )
             for name in kinds
         }
@@ -256,7 +292,7 @@ def _acceptance(request: ProfileRequest, preset: Preset, num_drafts: dict[str, i
         return dict.fromkeys(num_drafts, (request.acceptance, "as given"))
     if Path(preset.target).is_dir():
         return {}
-    known = {
-        method: judging.published_acceptance(preset.target, method, number) for method, number in num_drafts.items()
-    }
+    # What was published is of the published number of layers.
+    of_own = {method: number for method, number in num_drafts.items() if _layers_of(draft_of(method) or "") is None}
+    known = {method: judging.published_acceptance(preset.target, method, number) for method, number in of_own.items()}
     return {method: figure for method, figure in known.items() if figure is not None}

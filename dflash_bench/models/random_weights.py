@@ -133,9 +133,11 @@ def fill(model: nn.Module, std: float = 0.02, seed: int = 0) -> None:
 
 
 def empty_draft(
-    kind: str, target: str, config: Any, num_layers: int, preset: Preset
+    kind: str, target: str, config: Any, num_layers: int, preset: Preset, draft_layers: int | None = None
 ) -> DFlashDraft | Eagle3Draft | MTPDraft:
     """Return a draft of the usual shape, on `meta`, for a target with this config; `num_layers` is its full depth.
+
+    A DFlash draft has `draft_layers` layers, if given.
 
     A target truncated to fewer layers is tapped as often as the full one, at some layers twice. Raises UserError for
     MTP heads of a target whose layer they cannot have.
@@ -157,6 +159,7 @@ def empty_draft(
         block = (preset.num_drafts or {}).get("dflash", BLOCK_SIZE - 1) + 1
         shape |= {"num_layers": NUM_LAYERS, "block_size": block, "mask_token_id": config.vocab_size - 1}
         shape |= _published_draft(target)
+        shape["num_layers"] = draft_layers or shape["num_layers"]
         taps = dflash_layers(num_layers, NUM_TAPS)
         return skeleton(DFlashConfig(**shape, target_layer_ids=_kept(taps, config)))
     shape["draft_vocab_size"] = min(DRAFT_VOCABULARY, config.vocab_size)

@@ -35,6 +35,8 @@ class Arm(_Part):
     """The method's name in the published figures, if it differs."""
     drafts: Mapping[str, str] = {}
     """Drafts that are not the model's own, as `--draft` takes them."""
+    draft_ms: float | None = None
+    """The published time of a draft, in an item of drafting times."""
     train: Mapping[str, Any] = {}
     """Options of `train` for its draft, by their Python names; empty if its draft is published."""
     models: list[str] = []
@@ -75,8 +77,10 @@ class Item(_Part):
     """Conditions that the publication does not state."""
     models: Mapping[str, str]
     """The preset of each published target."""
-    run: Mapping[str, Any]
+    run: Mapping[str, Any] = {}
     """Options of a run, by their Python names."""
+    profile: Mapping[str, Any] = {}
+    """Methods, layers of drafts and contexts of a profile, for an item of drafting times; it has no run."""
     arms: list[Arm]
     claims: list[Claim] = []
 

@@ -72,6 +72,16 @@ def test_random_weights_of_some_layers_are_estimated_for_all(
     assert "An estimate" in capsys.readouterr().out
 
 
+def test_random_drafts_of_several_layers_are_compared(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--target", model / "target", "--random-weights", "--random-draft", "layers=1,3", *SMALL)
+    (place,) = shown(monkeypatch, capsys, *words)["places"]
+    rounds = {one["method"]: one["draft_roofline_s"] for one in place["rounds"]}
+    assert list(rounds) == ["dflash@1layers", "dflash@3layers"]
+    assert rounds["dflash@1layers"] < rounds["dflash@3layers"]
+
+
 @pytest.mark.parametrize("method", ["mtp:2", "p-eagle:3"])
 def test_mtp_and_p_eagle_are_profiled_with_random_weights(
     method: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -119,6 +129,9 @@ def test_bytes_and_operations_of_a_tiny_model(
     "words, named",
     [
         (("--layers", "2"), "--layers --random-weights"),
+        (("--random-draft", "layers=1"), "--random-draft --random-weights"),
+        (("--random-weights", "--random-draft", "width=1"), "width layers"),
+        (("--random-weights", "--random-draft", "layers=99"), "32 99"),
         (("--random-weights", "--draft", "dflash=x"), "--draft --random-weights"),
         (("--random-weights", "--dtype", "auto"), "dtype"),
         (("--random-weights", "--layers", "99"), "--layers 99"),

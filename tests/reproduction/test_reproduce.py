@@ -14,7 +14,7 @@ from dflash_bench.analysis.peers.paper import PUBLISHED, _figures
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.errors import UserError
 from dflash_bench.report import read_document
-from dflash_bench.reproduction import estimate, items, parts, verdict, words
+from dflash_bench.reproduction import drafting, estimate, items, parts, verdict, words
 from dflash_bench.runner.config import RunRequest
 from helpers.each import each
 from helpers.refusals import assert_refused
@@ -22,6 +22,7 @@ from helpers.runs import answers, asked, stored
 
 Main = Callable[..., tuple[int, str, str]]
 ITEMS = list(items.items())
+RUNS = [name for name in ITEMS if not items.item(name).profile]
 TRAINED = [name for name in ITEMS if any(arm.train for arm in items.item(name).arms)]
 
 
@@ -32,7 +33,7 @@ def test_each_published_figure_belongs_to_an_item() -> None:
     assert len(figures) == len(set(figures)) == 797
 
 
-@each("name", ITEMS)
+@each("name", RUNS)
 def test_each_arm_was_published_and_its_options_are_a_runs(name: str) -> None:
     item = items.item(name)
     assert all(any(arm.holds(figure) for figure in item.figures) for arm in item.arms)
@@ -49,7 +50,7 @@ def test_each_arm_was_published_and_its_options_are_a_runs(name: str) -> None:
         assert claim.above in [arm.method for arm in item.arms]
 
 
-@each("name", [name for name in ITEMS if name not in TRAINED])
+@each("name", [name for name in RUNS if name not in TRAINED])
 def test_each_item_runs_with_nano(name: str, tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(items.item(name).run, "suite", ["math500"])  # type: ignore[arg-type]
     limit = 1 if items.item(name).engine == "own" else 8
@@ -73,6 +74,25 @@ def test_each_item_that_trains_runs_with_nano(name: str, tmp_path: Path, main: M
     assert code == 0 and "stands in" in said
     drafts = {path.name for path in (tmp_path / "out" / "drafts" / "nano").iterdir()}
     assert len(drafts) == len({arm.method.partition(":")[0] for arm in items.item(name).arms})
+
+
+def test_drafting_times_of_several_profiles_tell_claims(
+    tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafting, "REPEATS", 2)
+    words_of = ("reproduce", "figure3", "--model", "nano", "-o", tmp_path / "out")
+    code, said, _ = main(*words_of)
+    assert code == 0 and "stands in" in said
+    page = (tmp_path / "out" / words.PAGE).read_text()
+    item = items.item("figure3")
+    assert all(f"| {arm.config} | " in page for arm in item.arms) and "published, ms" not in page
+    assert_refused(main(*words_of, "--limit", 3), "leave --limit out")
+    assert_refused(main(*words_of, "--written", 3), "trains no draft")
+    assert_refused(main("reproduce", "figure3", "--estimate"), "only times drafts")
+    chain, five, one = "eagle3:16", "dflash@5layers:15", "dflash@1layers:15"
+    for times, judged in (([9.0, 8.0], ["holds", "cannot be told"]), ([1.0, 2.0], ["fails", "cannot be told"])):
+        made = drafting.DraftingTimes(item, "nano", False, "cpu", {chain: times, five: [4.0, 6.0], one: [5.0, 7.0]})
+        assert [made.judgement(claim) for claim in item.claims] == judged
 
 
 def test_other_options_and_unknown_items_are_refused(tmp_path: Path, main: Main) -> None:
