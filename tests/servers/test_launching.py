@@ -119,6 +119,9 @@ def config(**said: Any) -> str:
          f"--speculative-algorithm DSPARK {DRAFT} --speculative-dspark-block-size 5"),
         ("sglang", "eagle3", {}, f"--speculative-algorithm EAGLE3 {DRAFT} --speculative-num-steps 5 "
          "--speculative-eagle-topk 1 --speculative-num-draft-tokens 6"),
+        ("sglang", "eagle3-tree:nodes=59,depth=7,top_k=10", {"num_drafts": 59},
+         f"--speculative-algorithm EAGLE3 {DRAFT} --speculative-num-steps 7 --speculative-eagle-topk 10 "
+         "--speculative-num-draft-tokens 60"),
         ("sglang", "mtp:3", BY_MTP, "--speculative-algorithm NEXTN --speculative-num-steps 3 "
          "--speculative-eagle-topk 1 --speculative-num-draft-tokens 4"),
         ("sglang", "ngram:4", LOOKUP, "--speculative-algorithm NGRAM --speculative-num-draft-tokens 5 "

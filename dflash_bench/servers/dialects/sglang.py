@@ -117,7 +117,7 @@ def argv(spec: LaunchSpec, port: int) -> list[str]:
     ]
 
 
-ALGORITHMS = {"dflash": "DFLASH", "eagle3": "EAGLE3", "mtp": "NEXTN", "ngram": "NGRAM"}
+ALGORITHMS = {"dflash": "DFLASH", "eagle3": "EAGLE3", "eagle3-tree": "EAGLE3", "mtp": "NEXTN", "ngram": "NGRAM"}
 
 
 def _speculation(spec: LaunchSpec, num_drafts: int) -> list[str]:
@@ -131,10 +131,12 @@ def _speculation(spec: LaunchSpec, num_drafts: int) -> list[str]:
         # A chain, as ours; the default is a tree.
         "NGRAM": [*verified, "--speculative-ngram-max-bfs-breadth", "1"],
     }
-    chain = ["--speculative-num-steps", str(num_drafts), "--speculative-eagle-topk", "1", *verified]
+    is_tree = spec.method.name == "eagle3-tree"
+    steps, top_k = (spec.method.number(name) for name in ("depth", "top_k")) if is_tree else (num_drafts, 1)
+    levels = ["--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(top_k), *verified]
     # The heads of MTP are in the target's checkpoint.
     draft = [] if spec.draft is None else ["--speculative-draft-model-path", spec.draft]
-    return ["--speculative-algorithm", algorithm, *draft, *numbers.get(algorithm, chain)]
+    return ["--speculative-algorithm", algorithm, *draft, *numbers.get(algorithm, levels)]
 
 
 DIALECT = Dialect(
@@ -174,7 +176,13 @@ DIALECT = Dialect(
         "sglang",
         "sglang",
         False,
-        {"dflash": ("n", "block"), "eagle3": ("n",), "mtp": ("n",), "ngram": ("n",)},
+        {
+            "dflash": ("n", "block"),
+            "eagle3": ("n",),
+            "eagle3-tree": ("nodes", "top_k", "depth"),
+            "mtp": ("n",),
+            "ngram": ("n",),
+        },
         ("DFlash", "DFlash 2", "DSpark"),
         "",
         argv,
