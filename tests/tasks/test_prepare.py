@@ -89,6 +89,14 @@ PUBLISHED: dict[str, tuple[str, list[dict[str, Any]], str]] = {
         {"_id": "66f", "domain": "Code", "sub_domain": "x", "difficulty": "easy", "length": "short", "answer": "B",
          "choice_A": "a", "choice_B": "b", "choice_C": "c", "choice_D": "d", "question": "What?", "context": "def f()"}
     ], "Read this document."),
+    "hotpotqa": ("data/hotpotqa.jsonl", [
+        {"_id": "9f", "input": "Who?", "context": "Passage 1: Ann.", "answers": ["Ann"], "length": 9,
+         "all_classes": None, "language": "en", "dataset": "hotpotqa"}
+    ], "Read these passages.\n\nPassage 1: Ann."),
+    "swe_bench": ("data/test-00000-of-00001.parquet", [
+        {"instance_id": "a__b-1", "repo": "a/b", "base_commit": "0", "patch": "", "problem_statement": "It fails.",
+         "hints_text": "", "version": "1"}
+    ], "Problem Statement:\nIt fails.\nPlease fix"),
     "agentic_coding": ("data/sessions.parquet", [
         {"session_id": "s1", "agent_framework": "openhands", "source_dataset": "ours", "total_tokens": 60,
          "messages_json": json.dumps(

@@ -302,9 +302,9 @@ def test_groups_expand_in_order_and_each_suite_comes_once() -> None:
 def test_an_unknown_name_lists_suites_and_groups() -> None:
     known = (
         "agentic_coding, aime24, aime25, alpaca, bfcl, blazedit_10k, blazedit_5k, ceval, chat, cnn_dm, code, "
-        "financeqa, gpqa, gsm8k, humaneval, ifeval, instructcoder, livecodebench, longbench_v2, math, "
+        "financeqa, gpqa, gsm8k, hotpotqa, humaneval, ifeval, instructcoder, livecodebench, longbench_v2, math, "
         "math500, mbpp, mrcr, mt_bench, multilingual, paper, spec_bench, speed_bench, speed_bench_16k, "
-        "speed_bench_1k, speed_bench_2k, speed_bench_32k, speed_bench_8k, swe_rebench"
+        "speed_bench_1k, speed_bench_2k, speed_bench_32k, speed_bench_8k, swe_bench, swe_rebench"
     )
     told = refusal(suites.expand, ["math", "gsm8"])
     assert "'gsm8'" in told and "'gsm8k'" in told and told.endswith(f": {known}")
