@@ -71,6 +71,8 @@ class Item(_Part):
     name: str
     title: str
     source: str
+    figures_in: str | None = None
+    """The table whose figures it draws, if it has none of its own."""
     engine: Literal["own", "sglang", "vllm"]
     gpu: str
     open: list[str] = []
@@ -92,11 +94,16 @@ class Item(_Part):
 
     @property
     def figures(self) -> list[PaperFigure]:
-        """The published figures of its arms, without means over suites."""
+        """The published figures of its arms at its temperatures, without means over suites."""
+        source, temperatures = self.figures_in or self.source, self.run.get("temperature", ())
         return [
             one
             for one in load_figures()
-            if one.source == self.source and one.dataset != AVERAGE and self.arm_of(one) is not None
+            if one.source == source
+            and one.dataset != AVERAGE
+            and one.target_model in self.models
+            and one.temperature in temperatures
+            and self.arm_of(one) is not None
         ]
 
 

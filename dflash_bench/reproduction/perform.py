@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import draft_of, parse
 from dflash_bench.core.option import to_json
+from dflash_bench.report import plots
 from dflash_bench.report.document import read_document
 from dflash_bench.reproduction import words
 from dflash_bench.reproduction.items import Arm, Item
@@ -82,8 +84,25 @@ def perform(
     if not verdicts:
         raise UserError(f"nothing of {item.name} can be measured here: {refused[0][1]}")
     made = Reproduction(item, tuple(verdicts), tuple(refused), folder)
-    words.write(made.folder, words.page(made.item, made.verdicts, made.refused))
+    pictures = {one.part.folder_name: _drawn(one, folder) for one in made.verdicts}
+    words.write(made.folder, words.page(made.item, made.verdicts, made.refused, pictures))
     return made
+
+
+PICTURES = ("speedup", "load")
+"""The plots that the page shows of each run: bars with the published figures as marks, and speed by load."""
+
+
+def _drawn(verdict: ItemResult, folder: Path) -> list[str]:
+    """Draw what a run has data for, and return the names of the files in `folder`."""
+    material = plots.Material(verdict.document)
+    names = []
+    for name in PICTURES:
+        if name in plots.names_for(material):
+            with suppress(plots.NothingToPlotError):
+                drawn = plots.write_plot(material, name, folder / "plots" / verdict.part.folder_name, "svg")
+                names.append(drawn.relative_to(folder).as_posix())
+    return names
 
 
 def _is_complete(run: Path) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from dflash_bench.analysis.peers.paper import PaperComparison, PaperFigure, unlike_conditions
 from dflash_bench.analysis.stats import MIN_PROMPTS
@@ -92,8 +93,13 @@ def _claim(one: ClaimResult) -> str:
     return f"{one.claim.says} ({one.num_held} of {one.num_pairs} pairs surely{against})"
 
 
-def page(item: Item, verdicts: Sequence[ItemResult], refused: Refused) -> str:
-    """Return the page: the verdict, the claims, and each figure as published and here."""
+def page(
+    item: Item,
+    verdicts: Sequence[ItemResult],
+    refused: Refused,
+    pictures: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> str:
+    """Return the page: the verdict, the claims, each figure as published and here, and `pictures` of each run."""
     parts = [f"# {item.title}", f"{item.source}.", *map(_sentence, verdicts)]
     parts += [f"{part.target} was not measured: {why}" for part, why in refused]
     parts.append(
@@ -104,6 +110,7 @@ def page(item: Item, verdicts: Sequence[ItemResult], refused: Refused) -> str:
         parts.append("Not stated in the publication:\n\n" + "\n".join(f"- {one}" for one in item.open))
     for verdict in verdicts:
         parts += _of_verdict(item, verdict)
+        parts += [f"![{Path(name).stem}]({name})" for name in pictures.get(verdict.part.folder_name, ())]
     return "\n\n".join(parts) + "\n"
 
 

@@ -27,10 +27,11 @@ TRAINED = [name for name in ITEMS if any(arm.train for arm in items.item(name).a
 
 
 def test_each_published_figure_belongs_to_an_item() -> None:
-    figures = [one for item in items.items().values() for one in item.figures]
+    figures = [one for item in items.items().values() if not item.figures_in for one in item.figures]
     known = [one for one in _figures(PUBLISHED) if one.dataset != items.AVERAGE]
     assert [one for one in known if one not in figures] == []
     assert len(figures) == len(set(figures)) == 797
+    assert {*items.item("figure1").figures} < {*items.item("table1").figures}
 
 
 @each("name", RUNS)
@@ -60,6 +61,9 @@ def test_each_item_runs_with_nano(name: str, tmp_path: Path, main: Main, monkeyp
     page = (tmp_path / "out" / words.PAGE).read_text()
     assert "(embedded) | dflash" in page and "reproduced" not in page.partition("\n## ")[2]
     run = tmp_path / "out" / "nano"
+    drawn = "load" if items.item(name).run.get("concurrency", [1]) != [1] else "speedup"
+    picture = f"plots/nano/{drawn}.svg"
+    assert f"![{drawn}]({picture})" in page and (tmp_path / "out" / picture).exists()
     before = {path: path.stat().st_mtime_ns for path in run.iterdir()}
     assert main(*words_of)[:2] == (0, said)
     assert {path: path.stat().st_mtime_ns for path in run.iterdir()} == before
