@@ -49,7 +49,7 @@ def estimate(item: Item, part: Part) -> ItemEstimate:
     assert preset.billions is not None
     num_prompts = sum(_num_rows(suite, part.request.limit) for suite in part.request.suites)
     passes = sum(_passes(item, part.target, part.request.concurrency or (1,)))
-    settings = len(part.request.temperature)
+    settings = len(part.request.temperature) * max(1, len(part.request.context))
     tokens = num_prompts * settings * (part.request.max_new_tokens or preset.max_new_tokens)
     read = 2e9 * (preset.active_billions or preset.billions)
     hours = {name: OVERHEAD * read / rate * tokens * passes / 3600 for name, rate in GPUS.items()}

@@ -61,7 +61,7 @@ class Claim(_Part):
     """The method whose figure is the greater one."""
     below: str | None = None
     """The method whose figure is the lesser one."""
-    along: Literal["temperature", "concurrency"] | None = None
+    along: Literal["temperature", "concurrency", "context"] | None = None
     """The setting along whose values the figure falls."""
 
 

