@@ -5,6 +5,7 @@ Reads runs, refuses incomparable ones, and compares them with each other or with
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -288,14 +289,19 @@ PUBLISHED: Mapping[str, Callable[[paper.PaperComparison], Value]] = {
     "formula": lambda one: one.published.formula,
     "this run": lambda one: one.own,
     "published": lambda one: one.published.value,
-    "published drafts": lambda one: number(one.published.num_drafts, 0),
-    "published for": lambda one: one.published.config,
-    "thinking": lambda one: one.published.thinking,
-    "conc.": lambda one: str(one.published.concurrency or "not stated"),
-    "hardware": lambda one: one.published.hardware,
-    "source": lambda one: one.published.source,
+    "theirs": lambda one: number(one.published.num_drafts, 0),
+    "published for": lambda one: re.sub(REPOSITORY, "", one.published.config),
+    "in": lambda one: _short(one.published.source),
 }
 """The columns beside published figures."""
+
+
+REPOSITORY = r"^[\w.-]+/[\w.-]+, "
+"""The draft that a published configuration begins with, which is in the JSON, too."""
+
+
+def _short(source: str) -> str:
+    return source.rpartition(", ")[2]
 
 
 def _against(run: RunTable, against: str) -> _Found:
@@ -304,16 +310,23 @@ def _against(run: RunTable, against: str) -> _Found:
     target = paper.target_of(against.partition(":")[2] or model)
     figures = paper.beside(zlab.official(run.rows, cells=cells_of_run(run)), target, identity)
     named = {settings.id: name for settings, name in short_names(settings_of(identity)).items()}
-    spare = ("drafts", "published for", "thinking", "conc.", "hardware", "source")
+    spare = ("drafts", "theirs", "published for", "in")
     rows: list[list[Value]] = [[value(one) for value in PUBLISHED.values()] for one in figures]
     suites = [labels.with_settings(_label(run, one.suite), named[one.settings_id]) for one in figures]
     known = zlab.FORMULAS | paper.FORMULAS
+    others = sum(one.is_met is None for one in figures)
+    counted = [one.is_met for one in figures if one.is_met is not None]
     section = Section(
         "published",
+        sentences=[
+            f"{sum(counted)} of {len(counted)} published figures are met within {100 * paper.TOLERANCE:.0f} %"
+            f"{f'; {others} others have a formula that is not computed here' if others else ''}."
+        ],
         table=ReportTable.of([*PUBLISHED], rows, spare=spare, groups=suites),
         terms={name: formula for name, formula in known.items() if any(name in row for row in rows)}
         | {
-            "drafts": "tokens drafted per round, here and as published",
+            "drafts, theirs": "tokens drafted per round, here and as published",
+            **{_short(one.published.source): one.published.source for one in figures},
             "n/a": "not published, or published by a formula that is not computed here",
         },
     )

@@ -10,14 +10,12 @@ from typing import Literal
 
 from dflash_bench.analysis.cells import Cell
 from dflash_bench.analysis.peers import zlab
-from dflash_bench.analysis.peers.paper import PaperFigure
+from dflash_bench.analysis.peers.paper import TOLERANCE, PaperFigure
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.report.document import Document
 from dflash_bench.reproduction.items import Claim, Item
 from dflash_bench.reproduction.parts import Part
 
-TOLERANCE = 0.05
-"""A figure within this share of the published one is reproduced, too: published figures have no intervals."""
 NEAREST = {
     "al.zlab": "al.request_mean",
     "al.unstated": "al.request_mean",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from dflash_bench.analysis.peers.paper import PaperComparison, PaperFigure, unlike_conditions
+from dflash_bench.analysis.peers.paper import TOLERANCE, PaperComparison, PaperFigure, unlike_conditions
 from dflash_bench.analysis.stats import MIN_PROMPTS
 from dflash_bench.core.files import write_text
 from dflash_bench.core.labels import wrapped
@@ -17,7 +17,7 @@ from dflash_bench.report.tables import ABSENT, aligned, markdown, number, with_i
 from dflash_bench.reproduction.estimate import GPUS, OVERHEAD, SHORTEST, ItemEstimate
 from dflash_bench.reproduction.items import Item
 from dflash_bench.reproduction.parts import Part
-from dflash_bench.reproduction.verdict import TOLERANCE, ClaimResult, FigureResult, ItemResult
+from dflash_bench.reproduction.verdict import ClaimResult, FigureResult, ItemResult
 
 PAGE = "reproduction.md"
 ENGINES = {"own": "this package's engine, as the paper's Transformers", "sglang": "SGLang", "vllm": "vLLM"}

@@ -365,6 +365,16 @@ def test_published_figures_stand_beside_the_run_formula_by_formula(tmp_path: Pat
     (official,) = [each for each in zlab.official(frame_of(answers())) if each.method == "dflash"]
     assert own["al.zlab"] == pytest.approx(official.al)
     assert {name for name, value in own.items() if value is None} <= set(paper.FORMULAS)
+    assert {each["published"]["concurrency"] for each in figures} <= {1, None}
+    met = [
+        abs(each["own"] - each["published"]["value"]) <= 0.05 * each["published"]["value"]
+        for each in figures
+        if each["own"]
+    ]
+    said = main("compare", "run", "--against", "paper")[1]
+    assert f"{sum(met)} of {len(met)} published figures" in said
+    table = [line for line in said.splitlines() if line.startswith(("method ", "  dflash "))]
+    assert len(table) > 3 and max(map(len, table)) <= 100
 
 
 def test_how_the_run_was_asked_otherwise_than_the_authors_ask_is_noted(tmp_path: Path, main: Main) -> None:

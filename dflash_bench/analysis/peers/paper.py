@@ -28,6 +28,8 @@ SOURCES = ("paper", "published")
 """The names that users may write for these figures."""
 PUBLISHED, SUCCESSORS = (Path(__file__).with_name(name) for name in ("published.csv", "successors.csv"))
 EMBEDDED = "embedded"
+TOLERANCE = 0.05
+"""A figure within this share of the published one counts as met: published figures have no intervals."""
 MAX_NEW_TOKENS = 2048
 """The limit of the paper's main tables."""
 NUM_PROMPTS = 128
@@ -90,6 +92,12 @@ class PaperComparison:
     method: str
     num_drafts: int | None
     own: float | None
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether both differ by `TOLERANCE` at most; None if the rows give no value by the same formula."""
+        known = self.published.value
+        return None if self.own is None else abs(self.own - known) <= TOLERANCE * known
 
     @property
     def is_as_long(self) -> bool:
@@ -170,6 +178,7 @@ def beside(cells: Sequence[Official], target: str, identity: RunIdentity) -> lis
             and figure.method == name_of(cell.method)
             and figure.kind in (None, kind)
             and figure.thinking in MODES[settings.thinking]
+            and figure.concurrency in (None, settings.concurrency)
         ]
     if not comparisons:
         names = ", ".join(
