@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from dflash_bench.engine.graphs import GraphCache
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.sampling import Sampler, Sampling
-from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 
 
@@ -145,7 +144,8 @@ class Compiles(Protocol):
 class StandAlone(Drafter, Protocol):
     """A drafter whose own model takes the target's place. Its proposals are committed unverified, so it is lossy."""
 
-    reader: Target
+    reader: Any
+    """A `Target`, or what reads prompts and commits in its place."""
 
 
 class NoDrafter:

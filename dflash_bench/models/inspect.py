@@ -14,7 +14,7 @@ from dflash_bench.core.draft_kinds import with_kind
 from dflash_bench.core.errors import DraftProblem, UserError
 from dflash_bench.core.labels import dtype_name
 from dflash_bench.core.methods import users_of
-from dflash_bench.models import formats, loading, mtp_heads, presets, targets, weights
+from dflash_bench.models import block_models, formats, loading, mtp_heads, presets, targets, weights
 from dflash_bench.models.configs import optional
 from dflash_bench.models.formats import TargetShape, base, fit, known, medusa, zlab
 from dflash_bench.models.formats.base import Checkpoint, DraftConfig, Format
@@ -171,7 +171,7 @@ def _of_mtp_heads(folder: Path, shape: TargetShape | None, target: str | None) -
 
 
 def _of_language_model(folder: Path, shape: TargetShape | None, target: str | None) -> Inspection:
-    config, blocks = targets.config_of(folder), read_config(folder).get("block_diffusion")
+    config, blocks = targets.config_of(folder), block_models.settings_of(read_config(folder))
     if blocks is not None:
         loading.check_blocks(folder, read_config(folder))
     rows = targets.shape_of(folder).vocab_size

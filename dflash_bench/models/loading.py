@@ -15,7 +15,7 @@ from torch import Tensor
 from dflash_bench.core import environment
 from dflash_bench.core.errors import DraftProblem, UserError, first_line
 from dflash_bench.core.methods import Method
-from dflash_bench.models import formats, gguf, hub, targets
+from dflash_bench.models import block_models, formats, gguf, hub, targets
 from dflash_bench.models.formats import TargetShape, known
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.dflash import DFlashConfig
@@ -107,7 +107,7 @@ def other_vocabulary(folder: Path, num_rows: int, target: TargetShape) -> list[D
 
 def check_blocks(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise UserError for a config without valid block-diffusion settings."""
-    known = config.get("block_diffusion")
+    known = block_models.settings_of(config)
     if not isinstance(known, dict):
         raise UserError(
             f"{folder} is not a block-diffusion model we know: config.json has no block_diffusion with block_size and "

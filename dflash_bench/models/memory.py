@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dflash_bench.core.forwards import AttentionCost, Size
 from dflash_bench.core.methods import Method
-from dflash_bench.models import formats, loading, presets, quantization, targets
+from dflash_bench.models import block_models, formats, loading, presets, quantization, targets
 from dflash_bench.models import weights as models_weights
 from dflash_bench.models.architecture import attention_windows, recurrent_layers
 from dflash_bench.models.configs import Heads, index_sizes, keeps_keys, layer_configs, optional
@@ -283,7 +283,7 @@ def _of_draft(name: str, folder: Path, shape: formats.TargetShape, dtype: torch.
         place = heads.num_layers * token_bytes(target_attention(heads.text, dtype.itemsize))
         return Footprint(_weights(tensors_of_heads, dtype), place, heads)
     if weights in loading.LANGUAGE_MODELS:
-        return replace(footprint_of(folder, dtype), config=read_config(folder).get("block_diffusion"))
+        return replace(footprint_of(folder, dtype), config=block_models.settings_of(read_config(folder)))
     checkpoint = formats.read_checkpoint(folder, shape, headers_only=True)[1]
     config = checkpoint.config
     attention = draft_attention(config, getattr(config, "num_layers", 1), dtype.itemsize)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dflash_bench.core import files
 from dflash_bench.core.errors import ANOTHER_DRAFT, DraftProblem, UserError
-from dflash_bench.models import gguf, hub, presets, quantization, weights
+from dflash_bench.models import block_models, gguf, hub, presets, quantization, weights
 from dflash_bench.models.configs import layer_configs, optional, varying
 from dflash_bench.models.formats.base import EMBEDDING, HEAD, TargetShape
 from dflash_bench.models.hub import UNREADABLE, cannot_load, is_unreadable, read_config
@@ -209,7 +209,11 @@ def config_of(folder: Path, trust_remote_code: bool = False) -> Any:
 
     read_config(folder)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
+        usual = block_models.usual_config(read_config(folder))
+        if usual is None:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
+        else:
+            config = AutoConfig.for_model(**usual)
         if several := [name for name in SIZES if name in varying(config)]:
             raise UserError(f"a {config.model_type} target whose {several[0]} differs by layer is not supported")
         if not hasattr(config, "num_attention_heads") or config.model_type in SEVERAL_STREAMS:
@@ -337,6 +341,8 @@ def load(folder: Path, device: str, dtype: torch.dtype | str, placement: Placeme
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"trust_remote_code": placement.trust_remote_code}
+    if block_models.usual_config(read_config(folder)) is not None:
+        options["config"] = config_of(folder)
     if placement.spread:
         options["device_map"] = "auto"
     try:

@@ -11,14 +11,16 @@ from torch import Tensor
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
-from dflash_bench.engine.drafter import Committed
+from dflash_bench.engine.drafter import Committed, StandAlone
+from dflash_bench.engine.drafters.sdar import SDARDrafter, SDARReader, sure_enough
 from dflash_bench.engine.sampling import Sampler, inverse_cdf
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
+from dflash_bench.models.block_models import ALIGNED
 from dflash_bench.models.loading import Models
 
 
-def build(models: Models, _target: Target, method: Method) -> BlockDiffusionDrafter:
+def build(models: Models, _target: Target, method: Method) -> StandAlone:
     model = models.draft_of(method)
     known = model.config.block_diffusion
     block_size = known["block_size"] if method.option("block") is None else method.number("block")
@@ -26,9 +28,10 @@ def build(models: Models, _target: Target, method: Method) -> BlockDiffusionDraf
         raise UserError(
             f"method {method.label}: the model was trained on blocks of {known['block_size']}; give no larger one"
         )
-    return BlockDiffusionDrafter(
-        Target(model), block_size, known["mask_token_id"], float(method.option("threshold") or 0)
-    )
+    settings = (Target(model), block_size, known["mask_token_id"], float(method.option("threshold") or 0))
+    if not known.get(ALIGNED):
+        return BlockDiffusionDrafter(*settings)
+    return SDARDrafter(SDARReader(*settings))
 
 
 class BlockDiffusionDrafter:
@@ -64,7 +67,7 @@ class BlockDiffusionDrafter:
         missing = torch.ones_like(self.block, dtype=torch.bool)
         for _ in range(self.block_size):
             guesses, sureness = self._guess()
-            kept = missing & _sure_enough(sureness.where(missing, -1.0), self.threshold)
+            kept = missing & sure_enough(sureness.where(missing, -1.0), self.threshold)
             answer = guesses.where(kept, answer)
             missing &= ~kept
             self.block[:, 1:] = answer.masked_fill(missing, self.mask_token_id)[:, :-1]
@@ -85,8 +88,3 @@ class BlockDiffusionDrafter:
         assert places is not None
         drawn = inverse_cdf(probs, self.sampler.numbers("draft", places))
         return drawn, probs.gather(-1, drawn[..., None])[..., 0]
-
-
-def _sure_enough(sureness: Tensor, threshold: float) -> Tensor:
-    """Return [B, K], true where probabilities [B, K] reach the threshold or are their row's highest."""
-    return (sureness >= threshold) | (sureness == sureness.amax(dim=1, keepdim=True))
