@@ -349,6 +349,20 @@ _OWN: dict[str, MethodSpec] = {
                 Option("threshold", "probability from which on a guess is kept", 0.9, 0, 1, kind=float),
             ),
         ),
+        MethodSpec(
+            "diffuspec",
+            "a diffusion language model drafts, by a path searched through its guesses (arXiv 2510.02358)",
+            "block-diffusion", "chain", True,
+            (
+                _drafted("diffuspec", 30),
+                Option("least", "tokens drafted at least", 20, 1, MAX_DRAFTS, "tokens"),
+                Option("beam", "paths kept from place to place", 3, 1, 64, "paths"),
+                Option("share", "share of the draft in a token's score, beside an n-gram model", 0.5, 0, 1, kind=float),
+                Option("top_k", "guesses considered at each place", 15, 1, 64, "tokens"),
+                Option("mass", "probability that the considered guesses have together", 0.8, 0, 1, kind=float),
+            ),
+            count="n",
+        ),
     )
 }  # fmt: skip
 SYNTHETIC = "synthetic"

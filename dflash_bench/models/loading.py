@@ -113,7 +113,10 @@ def check_blocks(folder: Path, config: Mapping[str, Any]) -> None:
             f"{folder} is not a block-diffusion model we know: config.json has no block_diffusion with block_size and "
             "mask_token_id"
         )
-    for key, low, high in (("block_size", 2, LARGEST_BLOCK), ("mask_token_id", 0, config.get("vocab_size", 1) - 1)):
+    limits = {"block_size": (2, LARGEST_BLOCK), "mask_token_id": (0, config.get("vocab_size", 1) - 1)}
+    if known.get(block_models.SEES_ALL):
+        del limits["block_size"]
+    for key, (low, high) in limits.items():
         value = known.get(key)
         if type(value) is not int or not low <= value <= high:
             raise UserError(f"{folder}: {key} of block_diffusion in config.json cannot be {value!r}")

@@ -16,11 +16,13 @@ from studies._study import Made, Work, add_data, bench, tell
 TAKES = "seven hours of a core for half a billion parameters"
 PAGES = ("drafts/code-*/*",)
 
-NUM_TASKS, NUM_DESCRIBED, NUM_INVENTED = 1000, 1500, 1000
-"""Prompts composed here, from docstrings, and made up by the target for each suite."""
+NUM_TASKS, NUM_DESCRIBED = 300, 1300
+"""Prompts composed here, and from docstrings."""
+NUM_INVENTED = {"functions": 2700, "tasks": 350}
+"""Prompts that the target makes up."""
 BATCH = 128
 ANSWERS = (
-    *("--answer-tokens", 650_000),
+    *("--answer-tokens", 600_000),
     *("--max-new-tokens", 256),
     *("--batch-size", BATCH),
     *("--sampled", 0),
@@ -33,9 +35,9 @@ DRAFTS = {
         *("--draft-vocab", 8192),
         *("--intermediate-size", 1792),
         *("--distil", 0.7),
-        *("--epochs", 3),
+        *("--epochs", 4),
     ),
-    "eagle3": ("--draft-vocab", 8192, "--intermediate-size", 1792, "--epochs", 1),
+    "eagle3": ("--draft-vocab", 8192, "--intermediate-size", 1792, "--epochs", 2),
     "dspark": ("--rank", 16, "--epochs", 1),
 }
 """The kinds of drafts in the order in which they are trained, and their options."""
@@ -77,8 +79,8 @@ def _invented(work: Work, options: Namespace) -> list[list[_code_prompts.Row]]:
 
     def made_up() -> str:
         author = _code_invented.Author(options.target, options.threads)
-        kinds = (_code_invented.heads, _code_invented.tasks)
-        return json.dumps([list(kind(author, NUM_INVENTED, BATCH, tell)) for kind in kinds])
+        functions = list(_code_invented.heads(author, NUM_INVENTED["functions"], BATCH, tell))
+        return json.dumps([functions, list(_code_invented.tasks(author, NUM_INVENTED["tasks"], BATCH, tell))])
 
     made: list[list[_code_prompts.Row]] = json.loads(work.once("invented.json", made_up).read_text(encoding="utf-8"))
     return made

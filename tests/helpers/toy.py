@@ -117,6 +117,7 @@ def _tiny(kind: str, **changes: Any) -> Any:
         "qwen3": lambda: transformers.Qwen3ForCausalLM(
             transformers.Qwen3Config(**{**shape, "head_dim": 8, "tie_word_embeddings": True, **changes})
         ),
+        "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{**shape, **changes})),
         "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**shape, **changes})),
         "mistral": lambda: transformers.MistralForCausalLM(
             transformers.MistralConfig(**{**shape, "sliding_window": None, **changes})

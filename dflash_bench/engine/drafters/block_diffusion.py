@@ -16,13 +16,17 @@ from dflash_bench.engine.drafters.sdar import SDARDrafter, SDARReader, sure_enou
 from dflash_bench.engine.sampling import Sampler, inverse_cdf
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from dflash_bench.models.block_models import ALIGNED
+from dflash_bench.models.block_models import ALIGNED, SEES_ALL
 from dflash_bench.models.loading import Models
 
 
 def build(models: Models, _target: Target, method: Method) -> StandAlone:
     model = models.draft_of(method)
     known = model.config.block_diffusion
+    if known.get(SEES_ALL):
+        raise UserError(
+            f"method {method.label}: this model has no blocks to answer in by itself; let it draft: diffuspec"
+        )
     block_size = known["block_size"] if method.option("block") is None else method.number("block")
     if block_size > known["block_size"]:
         raise UserError(

@@ -1,0 +1,280 @@
+"""DiffuSpec: a diffusion language model of the target's vocabulary drafts in one pass (arXiv 2510.02358).
+
+Masks follow the text; one pass guesses all of them, a left-to-right path through the guesses is searched
+(below), and the target verifies it. What a pass sees depends on the model: Dream sees the whole text
+in both directions, so that it is read anew in every round; models with blocks keep what they have read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dflash_bench.core.methods import Method
+from dflash_bench.engine.drafter import Committed
+from dflash_bench.engine.drafters.base import HostDrafter, Text
+from dflash_bench.engine.selection import target_like
+from dflash_bench.engine.target import Target
+from dflash_bench.engine.verify import Draft
+from dflash_bench.models.block_models import ALIGNED, SEES_ALL
+from dflash_bench.models.loading import Models
+
+Guess = tuple[int, float]
+"""A token and its log-probability."""
+ORDER = 3
+BACK_OFF = math.log(0.4)
+"""What an n-gram loses per word that is left out of its beginning (stupid back-off)."""
+
+
+class Guesser(Protocol):
+    """Reads a row's text, which ends with the anchor, and masks behind it."""
+
+    def begin(self, num_rows: int, capacity: int) -> None: ...
+
+    def start(self, row: int) -> None:
+        """Forget a row's text."""
+
+    def guess(self, row: int, text: Text, count: int) -> Tensor:
+        """Return logits [n, V] of the tokens after the text, n at most `count`."""
+        ...
+
+
+class WholeTextGuesser:
+    """A model that sees the whole text in both directions; slot k predicts token k + 1 if `is_shifted`."""
+
+    def __init__(self, reader: Target, mask_token_id: int, is_shifted: bool) -> None:
+        self.reader, self.mask_token_id, self.is_shifted = reader, mask_token_id, is_shifted
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        self.reader.begin(1, capacity)
+
+    def start(self, row: int) -> None:
+        pass
+
+    def guess(self, row: int, text: Text, count: int) -> Tensor:
+        tokens = torch.tensor([[*text, *[self.mask_token_id] * count]], device=self.reader.device)
+        first = len(text) - self.is_shifted
+        some = torch.arange(first, first + count)
+        output = self.reader.forward(tokens, [0], keep_logits=some, counts=[0], whole_block=True)
+        return output.logits[0]
+
+
+class BlockGuesser:
+    """A model that sees the text before its block, and the block in both directions.
+
+    Blocks begin at the anchor and slot k predicts token k + 1; or, if `is_aligned`, at multiples of their size, and
+    every slot predicts itself.
+    """
+
+    def __init__(self, reader: Target, block_size: int, mask_token_id: int, is_aligned: bool) -> None:
+        self.reader, self.block_size, self.mask_token_id = reader, block_size, mask_token_id
+        self.is_aligned = is_aligned
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        self.reader.begin(num_rows, capacity + self.block_size)
+        self.num_read = [0] * num_rows
+
+    def start(self, row: int) -> None:
+        self.num_read[row] = 0
+
+    def guess(self, row: int, text: Text, count: int) -> Tensor:
+        size = self.block_size
+        # The text before the block: whole blocks of it, or all but the anchor.
+        end = (len(text) // size) * size if self.is_aligned else len(text) - 1
+        step = size if self.is_aligned else end
+        while self.num_read[row] < end:
+            at = self.num_read[row]
+            part = text[at : min(end, at + step)]
+            self._pass(row, part, at, len(part), self.is_aligned)
+            self.num_read[row] += len(part)
+        block = [*text[end:], *[self.mask_token_id] * (size - len(text) + end)]
+        logits = self._pass(row, block, end, 0, True)
+        return logits[len(text) - end :][:count] if self.is_aligned else logits[:count]
+
+    def _pass(self, row: int, tokens: Text, start: int, kept: int, is_whole: bool) -> Tensor:
+        given = torch.tensor([list(tokens)], device=self.reader.device)
+        logits: Tensor = self.reader.forward(given, [start], counts=[kept], whole_block=is_whole, first=row).logits[0]
+        return logits
+
+
+def build(models: Models, target: Target, method: Method) -> DiffuSpecDrafter:
+    model: Any = models.draft_of(method)
+    known = model.config.block_diffusion
+    reader = target_like(target, model)
+    guesser: Guesser
+    if known.get(SEES_ALL):
+        guesser = WholeTextGuesser(reader, known["mask_token_id"], is_shifted=True)
+        most = method.number("n")
+    else:
+        is_aligned = bool(known.get(ALIGNED))
+        guesser = BlockGuesser(reader, known["block_size"], known["mask_token_id"], is_aligned)
+        most = min(method.number("n"), known["block_size"])
+    stops = target.model.generation_config.eos_token_id
+    stop_ids = frozenset(stops if isinstance(stops, list) else [] if stops is None else [stops])
+    least = min(most, method.number("least"))
+    rows, own = (one.get_input_embeddings().weight.shape[0] for one in (target.model, model))
+    return DiffuSpecDrafter(guesser, reader.device, min(rows, own), stop_ids, least, most, method)
+
+
+class DiffuSpecDrafter(HostDrafter):
+    """Searches a path through each row's guesses."""
+
+    def __init__(
+        self,
+        guesser: Guesser,
+        device: torch.device,
+        vocab_size: int,
+        stop_ids: frozenset[int],
+        least: int,
+        most: int,
+        method: Method,
+    ) -> None:
+        super().__init__(most, device)
+        self.guesser, self.vocab_size, self.stop_ids = guesser, vocab_size, stop_ids
+        self.new_controller: Callable[[], LengthController] = lambda: LengthController(least, most)
+        self.top_k, self.beam = method.number("top_k"), method.number("beam")
+        self.mass, self.share = method.real("mass"), method.real("share")
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        super().begin(num_rows, capacity)
+        self.guesser.begin(num_rows, capacity + self.num_drafts)
+        self.models = [TextModel(self.vocab_size) for _ in range(num_rows)]
+        self.controllers = [self.new_controller() for _ in range(num_rows)]
+        self.drafted = [0] * num_rows
+
+    def start(self, row: int, prompt: Text) -> None:
+        self.guesser.start(row)
+        self.models[row], self.controllers[row] = TextModel(self.vocab_size), self.new_controller()
+        self.drafted[row] = 0
+
+    def observe(self, committed: Committed) -> None:
+        super().observe(committed)
+        if committed.anchor is None or committed.is_prompt:
+            return
+        for row, count in zip(committed.rows, committed.counts, strict=True):
+            if count and self.drafted[row]:
+                self.controllers[row].learn(self.drafted[row], count - 1)
+
+    def read(self, row: int, text: Text) -> None:
+        self.models[row].read(text[len(self.models[row].text) :])
+
+    @torch.inference_mode()
+    def propose(self) -> Draft | None:
+        return super().propose()
+
+    def continuation(self, row: int) -> Text:
+        text = [min(token, self.vocab_size - 1) for token in self.texts[row]]
+        logits = self.guesser.guess(row, text, self.controllers[row].length)[:, : self.vocab_size]
+        scores = logits.float().log_softmax(dim=-1).topk(min(self.top_k, self.vocab_size), dim=-1)
+        both = zip(scores.indices.tolist(), scores.values.tolist(), strict=True)
+        guesses: list[list[Guess]] = [list(zip(*place, strict=True)) for place in both]
+        likeliest = [place[0][0] for place in guesses]
+        ends = [at for at, token in enumerate(likeliest) if token in self.stop_ids]
+        self.drafted[row] = ends[0] if ends else len(likeliest)
+        places = [kept_guesses(place, self.mass, self.stop_ids) for place in guesses[: ends[0] + 1 if ends else None]]
+        return best_path(places, self.models[row], text, self.beam, self.share, self.stop_ids)
+
+
+# A left-to-right path through a draft's guesses, and the length of the next draft.
+#
+# The model guesses every place by itself, so that the likeliest guesses need not follow from each other. The search
+# weighs them by a causal model of the text (section 4.2, equations 7 and 8), and the length follows what was accepted
+# (section 4.3, equations 9 to 11).
+
+
+class TextModel:
+    """Counts of the n-grams of a text, up to `ORDER`: what follows what.
+
+    The paper fits one to each data set's training texts; this one knows only the text so far, prompt and answer.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.followers: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        self.text: list[int] = []
+
+    def read(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            for size in range(ORDER):
+                if size <= len(self.text):
+                    self.followers[tuple(self.text[len(self.text) - size :])][token] += 1
+            self.text.append(token)
+
+    def log_prob(self, before: Sequence[int], token: int) -> float:
+        """Return the score of a token after the last tokens `before` it."""
+        for missing, size in enumerate(range(ORDER - 1, -1, -1)):
+            known = self.followers.get(tuple(before[len(before) - size :])) if size <= len(before) else None
+            if known and token in known:
+                return missing * BACK_OFF + math.log(known[token] / sum(known.values()))
+        return ORDER * BACK_OFF - math.log(self.vocab_size)
+
+
+def kept_guesses(guesses: Sequence[Guess], mass: float, stop_ids: Collection[int]) -> list[Guess]:
+    """Return the likeliest guesses, in order, that hold `mass` together, and any guess that ends the text."""
+    kept, total = [], 0.0
+    for token, score in guesses:
+        if total < mass or token in stop_ids:
+            kept.append((token, score))
+        total += math.exp(score)
+    return kept
+
+
+def best_path(
+    places: Sequence[Sequence[Guess]],
+    model: TextModel,
+    before: Sequence[int],
+    beam: int,
+    share: float,
+    stop_ids: Collection[int],
+) -> list[int]:
+    """Return the best of `beam` paths kept from place to place, which may end early by a token of `stop_ids`.
+
+    A token scores `share` times its log-probability and 1 - share times the text model's.
+    """
+    paths: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for guesses in places:
+        longer = []
+        for score, path in paths:
+            if path and path[-1] in stop_ids:
+                longer.append((score, path))
+                continue
+            context = [*before[len(before) - ORDER + 1 :], *path][-(ORDER - 1) :]
+            longer += [
+                (score + share * own + (1 - share) * model.log_prob(context, token), (*path, token))
+                for token, own in guesses
+            ]
+        paths = sorted(longer, key=lambda one: one[0], reverse=True)[:beam]
+    return list(paths[0][1])
+
+
+@dataclass(slots=True)
+class LengthController:
+    """The draft's length: the mean of what was drafted before an end, and more as long as all of it is accepted."""
+
+    least: int
+    most: int
+    step: int = 10
+    smoothing: float = 0.5
+    drafted: float | None = field(default=None, init=False)
+    accepted: float = field(default=0.0, init=False)
+
+    @property
+    def length(self) -> int:
+        if self.drafted is None:
+            return self.least
+        grown = self.drafted + self.step * (self.accepted >= self.drafted)
+        return min(self.most, max(self.least, math.ceil(grown)))
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Take note of a round: tokens drafted before an end, and tokens accepted."""
+        if self.drafted is None:
+            self.drafted, self.accepted = float(drafted), float(accepted)
+            return
+        self.drafted += self.smoothing * (drafted - self.drafted)
+        self.accepted += self.smoothing * (accepted - self.accepted)
