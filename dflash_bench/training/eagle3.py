@@ -57,17 +57,16 @@ def distillation_loss(
     teacher: Tensor,
     places: Tensor,
     masks: list[Tensor],
-    t2d: Tensor,
+    covered: Tensor,
 ) -> Tensor:
-    """Return the soft cross-entropy against the target's logits [n, V] at `places` [R, N], over the draft vocabulary.
+    """Return the soft cross-entropy against the target's logits [n, Vd] at `places` [R, N], over the draft vocabulary.
 
     `scores` maps states [m, H] to logits [m, Vd]; it is called only where something is learnt, since it takes most of a
-    step. Places where the target's best token is outside the draft vocabulary (`t2d` [V]) are ignored.
+    step. Places that are not `covered` [R, N] are ignored: the token that follows them is outside the draft vocabulary.
     """
-    covered, indices = torch.zeros_like(places), torch.zeros_like(places, dtype=torch.int64)
-    covered[places] = t2d[teacher.argmax(dim=-1)]
+    indices = torch.zeros_like(places, dtype=torch.int64)
     indices[places] = torch.arange(len(teacher), device=places.device)
-    p = torch.softmax(teacher[:, t2d].float(), dim=-1)
+    p = torch.softmax(teacher.float(), dim=-1)
     total = states[0].new_zeros((), dtype=torch.float32)
     for step, (hidden, mask) in enumerate(zip(states, masks, strict=True)):
         use = mask & shift(covered, step + 1)
@@ -78,7 +77,11 @@ def distillation_loss(
 
 
 class Eagle3Objective(Objective):
-    """Not compiled: its unrolled steps would take minutes to compile on a CPU."""
+    """Not compiled: its unrolled steps would take minutes to compile on a CPU.
+
+    `vocab` holds the draft's own tokens, since logits over all of the target's would take most of a step. Then a place
+    counts by the text's next token, and with the whole vocabulary by the target's likeliest one.
+    """
 
     draft: Eagle3Draft
 
@@ -102,7 +105,11 @@ class Eagle3Objective(Objective):
         places = is_answer_after(batch, 1)
         with torch.no_grad(), self.half():
             teacher = self.vocab.logits(self.rows.final(index)[places])
-        return distillation_loss(self._logits, states, teacher, places, masks, self.draft.t2d)
+        covered = places & self.draft.t2d[shift(batch.ids, 1)]
+        if len(self.vocab.token_ids) == len(self.draft.t2d):
+            covered = torch.zeros_like(places).masked_scatter_(places, self.draft.t2d[teacher.argmax(dim=-1)])
+            teacher = teacher[:, self.draft.t2d]
+        return distillation_loss(self._logits, states, teacher, places, masks, covered)
 
     def accepted(self, index: list[int]) -> Tensor:
         states, batch, masks = self._forward(index)

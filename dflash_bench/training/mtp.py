@@ -29,7 +29,6 @@ class MTPObjective(Objective):
         super().__init__(draft, rows)
         self.vocab, self.num_steps = vocab, num_steps
         self.angles: Any = draft.rotary().to(self.device)
-        self.covered = torch.ones(len(vocab.token_ids), dtype=torch.bool, device=self.device)
 
     def _forward(self, index: list[int]) -> tuple[list[Tensor], Batch, list[Tensor], Tensor]:
         """Return each step's states [R, N, H], the batch, each step's mask [R, N], and the target's states."""
@@ -52,7 +51,7 @@ class MTPObjective(Objective):
         places = is_answer_after(batch, 1)
         with torch.no_grad():
             teacher = self._logits(final[places])
-        return distillation_loss(self._logits, states, teacher, places, masks, self.covered)
+        return distillation_loss(self._logits, states, teacher, places, masks, places)
 
     def accepted(self, index: list[int]) -> Tensor:
         states, batch, masks, _ = self._forward(index)

@@ -99,7 +99,8 @@ def new_objective(prepared: PreparedTraining, rows: PackedRows) -> Objective:
         size = min(request.draft_vocab or DRAFT_VOCAB, len(embedding))
         taps = drafts.eagle3_taps(layers)
         draft = drafts.new_eagle3(model, taps, counts, size, request.seed, not request.slim, request.intermediate_size)
-        return Eagle3Objective(draft.to(device), rows, DraftVocab.of(embedding, head), NUM_STEPS)
+        vocab = DraftVocab.only(embedding, head, torch.arange(size) + draft.d2t)
+        return Eagle3Objective(draft.to(device), rows, vocab, NUM_STEPS)
     if request.init is not None:
         made = _begun(prepared)
         spoken = drafts.spoken(made)
