@@ -17,7 +17,13 @@ project = "dflash-bench"
 version = release = dflash_bench.__version__
 extensions = ["myst_parser", "sphinx_copybutton"]
 RESULTS = [f"results/{folder}/*.md" for folder in ("speed", "servers", "exactness", "drafts")]
-include_patterns = ["docs/*.md", "results/index.md", *RESULTS, "dflash_bench/*/*/README.md"]
+include_patterns = [
+    "docs/*.md",
+    "results/index.md",
+    *RESULTS,
+    "dflash_bench/*/*/README.md",
+    "results/drafts/*/*/README.md",
+]
 root_doc = "docs/index"
 myst_heading_anchors = 3
 html_theme = "furo"

@@ -182,9 +182,8 @@ def test_every_page_of_results_names_the_command_that_makes_it() -> None:
     rows = _rows((DOCS / "studies.md").read_text(encoding="utf-8"))
     commands = {page: row[2] for row in rows for page in re.findall(r"\(\.\./results/([^)]+\.md)\)", row[0])}
     results = shown.ROOT / "results"
-    assert set(commands) == {f"{page.parent.name}/{page.name}" for page in results.glob("*/*.md")} - {
-        "example/report.md"
-    }
+    pages = {page.relative_to(results).as_posix() for page in results.glob("*/**/*.md")}
+    assert set(commands) == pages - {"example/report.md"}
     studies = shown.ROOT / "scripts" / "studies"
     for page, command in commands.items() if studies.exists() else ():
         for name in re.findall(r"scripts/study (\w+)", command):
