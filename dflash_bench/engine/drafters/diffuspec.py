@@ -1,8 +1,8 @@
 """DiffuSpec: a diffusion language model of the target's vocabulary drafts in one pass (arXiv 2510.02358).
 
-Masks follow the text; one pass guesses all of them, a left-to-right path through the guesses is searched
-(below), and the target verifies it. What a pass sees depends on the model: Dream sees the whole text
-in both directions, so that it is read anew in every round; models with blocks keep what they have read.
+Masks follow the text; one pass guesses all of them, a left-to-right path through the guesses is searched, and the target
+verifies it. What a pass sees depends on the model: Dream sees the whole text in both directions, so that it is read anew
+in every round; models with blocks keep what they have read.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Guesser(Protocol):
 
 
 class WholeTextGuesser:
-    """A model that sees the whole text in both directions; slot k predicts token k + 1 if `is_shifted`."""
+    """A model that sees the whole text in both directions, and whose slot k predicts token k + 1: Dream."""
 
-    def __init__(self, reader: Target, mask_token_id: int, is_shifted: bool) -> None:
-        self.reader, self.mask_token_id, self.is_shifted = reader, mask_token_id, is_shifted
+    def __init__(self, reader: Target, mask_token_id: int) -> None:
+        self.reader, self.mask_token_id = reader, mask_token_id
 
     def begin(self, num_rows: int, capacity: int) -> None:
         self.reader.begin(1, capacity)
@@ -59,8 +59,7 @@ class WholeTextGuesser:
 
     def guess(self, row: int, text: Text, count: int) -> Tensor:
         tokens = torch.tensor([[*text, *[self.mask_token_id] * count]], device=self.reader.device)
-        first = len(text) - self.is_shifted
-        some = torch.arange(first, first + count)
+        some = torch.arange(len(text) - 1, len(text) - 1 + count)
         output = self.reader.forward(tokens, [0], keep_logits=some, counts=[0], whole_block=True)
         return output.logits[0]
 
@@ -109,7 +108,7 @@ def build(models: Models, target: Target, method: Method) -> DiffuSpecDrafter:
     reader = target_like(target, model)
     guesser: Guesser
     if known.get(SEES_ALL):
-        guesser = WholeTextGuesser(reader, known["mask_token_id"], is_shifted=True)
+        guesser = WholeTextGuesser(reader, known["mask_token_id"])
         most = method.number("n")
     else:
         is_aligned = bool(known.get(ALIGNED))
@@ -196,22 +195,26 @@ class TextModel:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.followers: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        self.counts: dict[tuple[int, ...], int] = defaultdict(int)
+        self.totals: dict[tuple[int, ...], int] = defaultdict(int)
+        """How often each n-gram, and anything behind it, is in the text."""
         self.text: list[int] = []
 
     def read(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             for size in range(ORDER):
                 if size <= len(self.text):
-                    self.followers[tuple(self.text[len(self.text) - size :])][token] += 1
+                    before = tuple(self.text[len(self.text) - size :])
+                    self.counts[*before, token] += 1
+                    self.totals[before] += 1
             self.text.append(token)
 
     def log_prob(self, before: Sequence[int], token: int) -> float:
         """Return the score of a token after the last tokens `before` it."""
         for missing, size in enumerate(range(ORDER - 1, -1, -1)):
-            known = self.followers.get(tuple(before[len(before) - size :])) if size <= len(before) else None
-            if known and token in known:
-                return missing * BACK_OFF + math.log(known[token] / sum(known.values()))
+            known = tuple(before[len(before) - size :]) if size <= len(before) else None
+            if known is not None and (count := self.counts.get((*known, token))):
+                return missing * BACK_OFF + math.log(count / self.totals[known])
         return ORDER * BACK_OFF - math.log(self.vocab_size)
 
 
