@@ -1,8 +1,8 @@
 """DiffuSpec: a diffusion language model of the target's vocabulary drafts in one pass (arXiv 2510.02358).
 
-Masks follow the text; one pass guesses all of them, a left-to-right path through the guesses is searched, and the target
-verifies it. What a pass sees depends on the model: Dream sees the whole text in both directions, so that it is read anew
-in every round; models with blocks keep what they have read.
+Masks follow the text; one pass guesses all of them, a left-to-right path through the guesses is searched, and the
+target verifies it. What a pass sees depends on the model: Dream sees the whole text in both directions, so that it is
+read anew in every round; models with blocks keep what they have read.
 """
 
 from __future__ import annotations
