@@ -10,6 +10,8 @@ import torch
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.engine.drafters.sdar import SDARDrafter, SDARReader
+from dflash_bench.engine.loop import decode
+from dflash_bench.engine.rows import HostClock, Limits
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.models import block_models, loading, targets
@@ -89,3 +91,15 @@ def test_its_published_files_are_read_without_its_code(tmp_path: Path) -> None:
     assert all(torch.equal(own, model.state_dict()[name]) for name, own in loaded.state_dict().items())
     with pytest.raises(UserError, match="block_size"):
         loading.check_blocks(tmp_path, config | {"block_size": None})
+
+
+def test_a_waiting_prompt_takes_the_row_of_a_finished_one() -> None:
+    model = sure("qwen3")
+    inner = drafter(model, 4, 0.5)
+    limits = Limits(NEW, frozenset())
+    rounds = list(decode(inner.reader, inner, PROMPTS, limits, Sampling(), HostClock(), num_rows=2))  # type: ignore[arg-type]
+    answers: dict[int, list[int]] = {}
+    for step in rounds:
+        for request, tokens in zip(step.requests, step.emitted, strict=True):
+            answers.setdefault(request, []).extend(tokens or ())
+    assert [answers[number] for number in range(3)] == [answered(model, prompt, 4, 0.5)[0] for prompt in PROMPTS]
