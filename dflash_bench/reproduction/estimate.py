@@ -9,7 +9,7 @@ from statistics import fmean
 from dflash_bench.analysis.peers.paper import NUM_ROWS
 from dflash_bench.core.methods import PLAIN
 from dflash_bench.models import presets
-from dflash_bench.reproduction.items import Arm, Item
+from dflash_bench.reproduction.items import AVERAGE, Arm, Item
 from dflash_bench.reproduction.parts import Part
 from dflash_bench.tasks.suites import known_suites
 
@@ -79,5 +79,6 @@ def _speedup(item: Item, arm: Arm, target: str) -> float:
         figure.value
         for figure in item.figures
         if figure.formula.startswith("speedup") and figure.target_model == target and arm.holds(figure)
+        if figure.dataset != AVERAGE
     ]
     return fmean(known) if known else 1.0

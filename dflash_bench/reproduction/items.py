@@ -19,7 +19,7 @@ from dflash_bench.core.methods import name_of, parse
 
 FOLDER = Path(__file__).with_name("items")
 AVERAGE = "average"
-"""The data set of published means over suites."""
+"""The data set of published means over a table's suites."""
 
 
 class _Part(BaseModel):
@@ -94,13 +94,12 @@ class Item(_Part):
 
     @property
     def figures(self) -> list[PaperFigure]:
-        """The published figures of its arms at its temperatures, without means over suites."""
+        """The published figures of its arms at its temperatures."""
         source, temperatures = self.figures_in or self.source, self.run.get("temperature", ())
         return [
             one
             for one in load_figures()
             if one.source == source
-            and one.dataset != AVERAGE
             and one.target_model in self.models
             and one.temperature in temperatures
             and self.arm_of(one) is not None

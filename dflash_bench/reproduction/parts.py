@@ -10,7 +10,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import PLAIN, parse
 from dflash_bench.models import presets, targets
 from dflash_bench.models.architecture import context_length
-from dflash_bench.reproduction.items import Arm, Item
+from dflash_bench.reproduction.items import AVERAGE, Arm, Item
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.requests import typed_options
 from dflash_bench.tasks.suites import listings
@@ -50,7 +50,8 @@ def parts(item: Item, asked: RunRequest) -> list[Part]:
 
 def _published(item: Item, target: str, preset: str, asked: RunRequest) -> Part:
     arms = item.arms_of(target)
-    of_figures = dict.fromkeys(one.dataset for one in item.figures if one.target_model == target)
+    published = (one.dataset for one in item.figures if one.target_model == target)
+    of_figures = dict.fromkeys(dataset for dataset in published if dataset != AVERAGE)
     suites = list(of_figures) or list(item.run["suite"])
     drafts = {name: reference for arm in arms for name, reference in arm.drafts.items()}
     launch = None if item.engine == "own" else item.engine

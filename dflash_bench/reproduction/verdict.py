@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import fmean
 from typing import Literal
 
 from dflash_bench.analysis.cells import Cell
@@ -13,7 +15,7 @@ from dflash_bench.analysis.peers import zlab
 from dflash_bench.analysis.peers.paper import TOLERANCE, PaperFigure
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.report.document import Document
-from dflash_bench.reproduction.items import Claim, Item
+from dflash_bench.reproduction.items import AVERAGE, Claim, Item
 from dflash_bench.reproduction.parts import Part
 
 NEAREST = {
@@ -109,6 +111,21 @@ class _Measured:
         }
 
     def of(self, figure: PaperFigure) -> Interval | None:
+        """Return ours; of a mean over suites, the mean of those published beside it, if all were measured.
+
+        The paper's mean speed-ups are geometric, and its mean acceptance lengths arithmetic, as its tables show.
+        """
+        if figure.dataset != AVERAGE:
+            return self._of_suite(figure)
+        beside = [
+            self._of_suite(one)
+            for one in self.item.figures
+            if one.dataset != AVERAGE and replace(one, value=figure.value, dataset=AVERAGE) == figure
+        ]
+        known = [one for one in beside if one is not None]
+        return _mean(known, figure.formula.startswith("speedup")) if len(known) == len(beside) else None
+
+    def _of_suite(self, figure: PaperFigure) -> Interval | None:
         arm = self.item.arm_of(figure)
         cell = None if arm is None else self._cell(figure, self.part.label_of(arm.method))
         if cell is None:
@@ -147,6 +164,24 @@ class _Measured:
             served = level.over_plain if level and kind == "speedup" else None
             return served if served is not None else None if nearest is None else nearest.value
         return None if official is None else official.al if kind == "al" else official.speedup
+
+
+def _mean(several: Sequence[Interval], is_geometric: bool) -> Interval:
+    """Return the mean of independent figures; the errors of theirs add in squares."""
+    there, back = (math.log, math.exp) if is_geometric else (float, float)
+    value = fmean(there(one.value) for one in several)
+    fewest = min((one.num_prompts for one in several if one.num_prompts is not None), default=None)
+    bounds = [(one.low, one.high) for one in several]
+    if any(low is None or high is None or (is_geometric and low <= 0) for low, high in bounds):
+        return Interval(back(value), None, None, num_prompts=fewest)
+    errors = [
+        math.hypot(
+            *(there(one.value) - there(float(ends[side] or 0)) for one, ends in zip(several, bounds, strict=True))
+        )
+        for side in (0, 1)
+    ]
+    below, above = (error / len(several) for error in errors)
+    return Interval(back(value), back(value - below), back(value + above), num_prompts=fewest)
 
 
 def _claimed(claim: Claim, part: Part, cells: Sequence[Cell]) -> ClaimResult | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dflash_bench.analysis.peers.paper import PUBLISHED, _figures
+from dflash_bench.analysis.peers.paper import PUBLISHED, PaperFigure, _figures
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.errors import UserError
 from dflash_bench.report import read_document
@@ -28,9 +29,8 @@ TRAINED = [name for name in ITEMS if any(arm.train for arm in items.item(name).a
 
 def test_each_published_figure_belongs_to_an_item() -> None:
     figures = [one for item in items.items().values() if not item.figures_in for one in item.figures]
-    known = [one for one in _figures(PUBLISHED) if one.dataset != items.AVERAGE]
-    assert [one for one in known if one not in figures] == []
-    assert len(figures) == len(set(figures)) == 797
+    assert [one for one in _figures(PUBLISHED) if one not in figures] == []
+    assert len(figures) == len(set(figures)) == 821
     assert {*items.item("figure1").figures} < {*items.item("table1").figures}
 
 
@@ -159,6 +159,37 @@ def test_a_figure_is_reproduced_within_the_interval_or_five_percent(tmp_path: Pa
     assert [outcome(exact, value) for value in (1.88, 1.93, 2.09, 2.13)] == [
         "higher", "reproduced", "reproduced", "lower",
     ]  # fmt: skip
+
+
+def test_a_mean_over_suites_is_that_of_the_suites_published_beside_it() -> None:
+    item = items.item("table1")
+    measured: Any = verdict._Measured.__new__(verdict._Measured)
+    measured.item = item
+    means = [one for one in item.figures if one.dataset == items.AVERAGE]
+    assert len(means) == 24
+    for missing in (None, "gsm8k"):
+
+        def of_suite(one: PaperFigure, missing: str | None = missing) -> Interval | None:
+            return None if one.dataset == missing else Interval(one.value, one.value - 0.1, one.value + 0.1)
+
+        measured._of_suite = of_suite
+        for published in means:
+            own = measured.of(published)
+            assert (own is None) == (missing is not None)
+            # So published means follow from the published suites, as rounded.
+            assert own is None or own.value == pytest.approx(published.value, abs=0.011)
+
+
+def test_the_interval_of_a_mean_is_that_of_independent_suites() -> None:
+    several = [Interval(2.0, 1.7, 2.3, num_prompts=30), Interval(4.0, 3.6, 4.4, num_prompts=24)]
+    mean = verdict._mean(several, is_geometric=False)
+    assert (mean.value, mean.low, mean.high) == (3.0, pytest.approx(2.75), pytest.approx(3.25))
+    assert mean.num_prompts == 24
+    logs = [Interval(math.log(one.value), math.log(one.low or 0), math.log(one.high or 0)) for one in several]
+    plain, geometric = verdict._mean(logs, is_geometric=False), verdict._mean(several, is_geometric=True)
+    for name in ("value", "low", "high"):
+        assert getattr(geometric, name) == pytest.approx(math.exp(getattr(plain, name)))
+    assert verdict._mean([*several, Interval(3.0, None, None)], is_geometric=True).low is None
 
 
 def test_a_model_that_stands_in_is_compared_with_nothing(tmp_path: Path) -> None:
