@@ -469,7 +469,7 @@ def _rotary(config: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 ENDING = ".gguf"
 OF_DRAFTS = "fc.weight"
-"""A tensor of every DFlash and EAGLE-3 draft, and of no target: it fuses the target's features."""
+"""How a tensor of every DFlash and EAGLE-3 draft is named, or begins if packed, and of no target: it fuses features."""
 
 
 def convert(reference: str, destination: Path, of_target: str | None) -> list[str]:
@@ -486,7 +486,7 @@ def convert(reference: str, destination: Path, of_target: str | None) -> list[st
         folder, is_draft = targets.find_target(reference), False
     else:
         folder = targets.find_draft(reference)
-        is_draft = OF_DRAFTS in weights.read_tensors(folder, lambda _: False)
+        is_draft = any(name.startswith(OF_DRAFTS) for name in weights.read_tensors(folder, lambda _: False))
     if is_draft:
         network, home = _draft(folder, of_target)
     elif of_target is not None:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGUFReader
 from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import parse
 from dflash_bench.engine.backend import open_backend
-from dflash_bench.models import inspect, loading, packed
+from dflash_bench.models import inspect, loading, packed, presets
 from dflash_bench.models.convert import convert
 from dflash_bench.models.formats import TargetShape, load_draft
 from dflash_bench.models.presets import Preset
@@ -130,6 +131,13 @@ def test_headers_describe_it(kind: str, form: str, model: Path, tmp_path: Path) 
     seen, small = (inspect.inspect(str(folder), str(model / "target")) for folder in (model / kind, tmp_path / "small"))
     assert not small.problems and packed.NOTE in small.notes
     assert (small.format, small.kind, small.num_parameters) == (seen.format, seen.kind, seen.num_parameters)
+
+
+@pytest.mark.parametrize(("kind", "form"), KINDS)
+def test_it_is_written_for_llama_cpp_too(kind: str, form: str, tmp_path: Path) -> None:
+    convert(str(presets.NANO / kind), tmp_path / "small", form, None, "int8")
+    convert(str(tmp_path / "small"), tmp_path / "small.gguf", "gguf", "nano")
+    assert GGUFReader(tmp_path / "small.gguf").fields["general.architecture"].contents() == kind
 
 
 def test_other_ways_are_refused_before_anything_is_written(model: Path, tmp_path: Path) -> None:
