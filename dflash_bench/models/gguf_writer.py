@@ -495,7 +495,20 @@ def convert(reference: str, destination: Path, of_target: str | None) -> list[st
         network, home = read(folder), folder
     settings, remarks = gguf_tokenizer.read(home, targets.shape_of(home).vocab_size, with_template=not is_draft)
     write(destination, network, reference.rstrip("/").rpartition("/")[2], settings)
-    return remarks
+    return [*remarks, *(_unfed(home) if is_draft else ())]
+
+
+WITHOUT_FEATURES = ("qwen2",)
+"""Targets whose layers' inputs llama.cpp b11549 does not keep, so that no draft can read them."""
+
+
+def _unfed(home: Path) -> Iterator[str]:
+    kind = targets.config_of(home).model_type
+    if kind in WITHOUT_FEATURES:
+        yield (
+            f"llama.cpp b11549 keeps no features of {kind} targets: it starts with this draft, and aborts at the first "
+            "request"
+        )
 
 
 def _draft(folder: Path, of_target: str | None) -> tuple[GgufNetwork, Path]:

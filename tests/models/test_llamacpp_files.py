@@ -611,3 +611,14 @@ def test_a_draft_that_llama_cpp_cannot_run_is_refused(
 def test_a_draft_for_another_target_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="hidden size 32, but the target's is 128"):
         convert(str(model / "dflash"), tmp_path / "draft.gguf", "gguf", "nano")
+
+
+def test_a_draft_that_llama_cpp_feeds_nothing_is_written_with_a_remark(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = targets.config_of(model / "target").model_type
+    for kinds, expected in (((), []), ((kind,), [kind])):
+        monkeypatch.setattr(gguf_writer, "WITHOUT_FEATURES", kinds)
+        path = tmp_path / f"{len(kinds)}.gguf"
+        told = convert(str(model / "dflash"), path, "gguf", str(model / "target"))
+        assert path.exists() and [kind for remark in told if kind in remark and "aborts" in remark] == expected
