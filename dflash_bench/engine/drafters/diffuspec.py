@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.drafter import Committed
-from dflash_bench.engine.drafters.base import HostDrafter, Text
+from dflash_bench.engine.drafters.base import HostDrafter, Text, chains
 from dflash_bench.engine.selection import target_like
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
@@ -165,19 +165,33 @@ class DiffuSpecDrafter(HostDrafter):
 
     @torch.inference_mode()
     def propose(self) -> Draft | None:
-        return super().propose()
+        """Guess for every row, and wait for all guesses at once: the host searches the paths."""
+        top = {row: self._guessed(row) for row, alive in enumerate(self.is_alive) if alive}
+        if not top:
+            return None
+        ids, scores = (torch.cat(parts).tolist() for parts in zip(*top.values(), strict=True))
+        paths: list[Text] = [()] * len(self.is_alive)
+        start = 0
+        for row, (guessed, _) in top.items():
+            places = slice(start, start := start + len(guessed))
+            paths[row] = self._path(
+                row, [list(zip(*place, strict=True)) for place in zip(ids[places], scores[places], strict=True)]
+            )
+        return chains(paths, self.device)
 
-    def continuation(self, row: int) -> Text:
+    def _guessed(self, row: int) -> tuple[Tensor, Tensor]:
+        """Return the likeliest tokens of each place behind a row's text [n, k], and their log-probabilities."""
         text = [min(token, self.vocab_size - 1) for token in self.texts[row]]
         logits = self.guesser.guess(row, text, self.controllers[row].length)[:, : self.vocab_size]
         scores = logits.float().log_softmax(dim=-1).topk(min(self.top_k, self.vocab_size), dim=-1)
-        both = zip(scores.indices.tolist(), scores.values.tolist(), strict=True)
-        guesses: list[list[Guess]] = [list(zip(*place, strict=True)) for place in both]
+        return scores.indices, scores.values
+
+    def _path(self, row: int, guesses: list[list[Guess]]) -> Text:
         likeliest = [place[0][0] for place in guesses]
         ends = [at for at, token in enumerate(likeliest) if token in self.stop_ids]
         self.drafted[row] = ends[0] if ends else len(likeliest)
         places = [kept_guesses(place, self.mass, self.stop_ids) for place in guesses[: ends[0] + 1 if ends else None]]
-        return best_path(places, self.models[row], text, self.beam, self.share, self.stop_ids)
+        return best_path(places, self.models[row], self.texts[row], self.beam, self.share, self.stop_ids)
 
 
 # A left-to-right path through a draft's guesses, and the length of the next draft.
