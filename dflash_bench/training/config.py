@@ -160,10 +160,9 @@ class TrainRequest:
         most=32,
         conflicts=(_only(*BLOCKS), _OF_INIT),
     )
-    fusion: str = _draft(
+    fusion: str | None = _draft(
         "Where a DFlash draft reads these outputs: kv, as keys and values of each layer; input, added to the "
-        "context's embeddings; none, nowhere. Servers run kv only.",
-        default="kv",
+        "context's embeddings; none, nowhere. Servers run kv only. Default: kv.",
         metavar="PLACE",
         choices=lambda: FUSIONS,
         kind="place of fusion",
@@ -276,9 +275,9 @@ class TrainRequest:
         range=_SHARE,
         conflicts=(_only(*BLOCKS),),
     )
-    anchors: str = _training(
-        "Where DFlash's blocks begin: random, at places drawn anew in each step, or uniform, one behind the other.",
-        default="random",
+    anchors: str | None = _training(
+        "Where DFlash's blocks begin: random, at places drawn anew in each step, or uniform, one after another. "
+        "Default: random.",
         metavar="KIND",
         choices=lambda: ANCHORS,
         kind="kind of anchors",

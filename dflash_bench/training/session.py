@@ -111,7 +111,7 @@ def new_objective(prepared: PreparedTraining, rows: PackedRows) -> Objective:
         vocab = DraftVocab.of(embedding, head, counts, request.draft_vocab)
         reduced = vocab.token_ids if request.slim else None
         width = request.intermediate_size
-        body = drafts.body_of(request.fusion, request.autoregressive, num_layers)
+        body = drafts.body_of(request.fusion or "kv", request.autoregressive, num_layers)
         made = drafts.new_dflash(model, layers[:-1], num_layers, block, mask, request.seed, reduced, width, body)
     return block_objective(request, made, rows, vocab, device)
 
