@@ -469,7 +469,7 @@ def _rotary(config: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 ENDING = ".gguf"
 OF_DRAFTS = "fc.weight"
-"""How a tensor of every DFlash and EAGLE-3 draft is named, or begins if packed, and of no target: it fuses features."""
+"""Name of the feature projection, or its prefix if packed: every DFlash and EAGLE-3 draft has it, and no target."""
 
 
 def convert(reference: str, destination: Path, of_target: str | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""An item of drafting times, which are measured by profiles with random weights: their spread tells claims."""
+"""Items about draft latency, measured by repeated profiles with random weights; a claim needs all repeats to agree."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TAKEN = ("model", "device", "dtype", "attention", "engine", "kernels", "threads"
 
 @dataclass(frozen=True, slots=True)
 class DraftingTimes:
-    """How long each arm's draft takes, in each of the profiles."""
+    """Draft latency of each arm in each profile."""
 
     item: Item
     model: str

@@ -29,7 +29,7 @@ Guess = tuple[int, float]
 """A token and its log-probability."""
 ORDER = 3
 BACK_OFF = math.log(0.4)
-"""What an n-gram loses per word that is left out of its beginning (stupid back-off)."""
+"""Log-probability penalty for each token dropped from the context (stupid back-off)."""
 
 
 class Guesser(Protocol):
@@ -122,7 +122,7 @@ def build(models: Models, target: Target, method: Method) -> DiffuSpecDrafter:
 
 
 class DiffuSpecDrafter(HostDrafter):
-    """Searches a path through each row's guesses."""
+    """Drafts the best path through each row's guesses."""
 
     def __init__(
         self,
@@ -202,16 +202,16 @@ class DiffuSpecDrafter(HostDrafter):
 
 
 class TextModel:
-    """Counts of the n-grams of a text, up to `ORDER`: what follows what.
+    """An n-gram model of order `ORDER`, counted over the text so far: prompt and answer.
 
-    The paper fits one to each data set's training texts; this one knows only the text so far, prompt and answer.
+    The paper fits one to each data set's training texts instead.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.counts: dict[tuple[int, ...], int] = defaultdict(int)
         self.totals: dict[tuple[int, ...], int] = defaultdict(int)
-        """How often each n-gram, and anything behind it, is in the text."""
+        """Counts of n-grams, and of their contexts with any next token."""
         self.text: list[int] = []
 
     def read(self, tokens: Sequence[int]) -> None:
@@ -272,7 +272,7 @@ def best_path(
 
 @dataclass(slots=True)
 class LengthController:
-    """The draft's length: the mean of what was drafted before an end, and more as long as all of it is accepted."""
+    """Chooses the draft length: the moving average of the drafted length, plus `step` while all of it is accepted."""
 
     least: int
     most: int

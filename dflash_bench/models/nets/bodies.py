@@ -59,7 +59,7 @@ class Mixing(StrEnum):
 
 
 FUSIONS = {"kv": Mixing.JOINED, "input": Mixing.AT_INPUT, "none": Mixing.ABSENT}
-"""Where a draft reads the target's features, as files and options name it."""
+"""Feature fusion by its name in files and options."""
 JETSPEC, AUTOREGRESSIVE = "JetSpec", "autoregressive DFlash"
 ABLATED = {Mixing.AT_INPUT: "DFlash with input fusion", Mixing.ABSENT: "DFlash without features"}
 """Kinds of drafts of the paper's ablations."""
