@@ -18,7 +18,8 @@ from torch import Tensor
 from dflash_bench.diagnose.golden_cases import CaseRound, DrawnBlock, GoldenCase, GoldenPrompt, WrongReading, paths
 from dflash_bench.engine.drafter import Committed, Drafter
 from dflash_bench.engine.drafters.base import DraftSampler
-from dflash_bench.engine.drafters.dflash import DFlashDrafter, SamplingPick
+from dflash_bench.engine.drafters.correction import SamplingPick
+from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.loop import decode
 from dflash_bench.engine.rows import Limits, clock_for
 from dflash_bench.engine.sampling import Sampler, Sampling

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dflash_bench as db
-from dflash_bench.engine.drafters import dflash
+from dflash_bench.engine.drafters import correction
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.models.nets.corrections import markov
 from helpers.each import each
@@ -82,13 +82,13 @@ def test_confidences_that_nobody_reads_are_not_computed(monkeypatch: pytest.Monk
 def test_lilicorrs_candidates_and_scores_are_its_publishers(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = golden("nvidia-lilicorr")["cases"][0]["checks"]
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    among = dflash.SamplingPick.among
+    among = correction.SamplingPick.among
 
     def kept(self: Any, ids: torch.Tensor, scores: torch.Tensor, place: int) -> torch.Tensor:
         seen.append((ids[0], scores[0]))
         return among(self, ids, scores, place)
 
-    monkeypatch.setattr(dflash.SamplingPick, "among", kept)
+    monkeypatch.setattr(correction.SamplingPick, "among", kept)
     first_answer("nvidia-lilicorr")
     candidates = [one for check in checks for one in check["candidates"]]
     scores = [one for check in checks for one in check["scores"]]
