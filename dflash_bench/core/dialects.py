@@ -31,7 +31,7 @@ class AcceptanceCounts:
     """Totals over the rounds of one answer; `drafted` is None if unknown.
 
     `at[i]` is the number of rounds that accepted draft position i. `by` is the id of the `CountingRule` that a server's
-    own counts follow.
+    own counts follow. `accepted_in_order` and `drafted_in_order` [rounds] are the counts of each round, if known.
     """
 
     rounds: int
@@ -39,6 +39,8 @@ class AcceptanceCounts:
     drafted: int | None = None
     at: tuple[int, ...] | None = None
     by: str = ""
+    accepted_in_order: tuple[int, ...] | None = None
+    drafted_in_order: tuple[int, ...] | None = None
 
     @property
     def by_position(self) -> tuple[int, ...] | None:
@@ -52,6 +54,9 @@ class AcceptanceCounts:
         if (self.rounds, self.accepted) != (other.rounds, other.accepted):
             return False
         if None not in (self.drafted, other.drafted) and self.drafted != other.drafted:
+            return False
+        orders = self.accepted_in_order, other.accepted_in_order
+        if None not in orders and orders[0] != orders[1]:
             return False
         if self.at is None or other.at is None:
             return True
@@ -87,7 +92,8 @@ class DecodedAnswer:
     def counts(self, kept: Sequence[int], drafted: int | None = None) -> AcceptanceCounts:
         """Sum up rounds that kept these numbers of drafts; all drafts were verified unless `drafted` is lower."""
         at = tuple(sum(count > place for count in kept) for place in range(self.num_drafts))
-        return AcceptanceCounts(len(kept), sum(kept), len(kept) * self.num_drafts if drafted is None else drafted, at)
+        total = len(kept) * self.num_drafts if drafted is None else drafted
+        return AcceptanceCounts(len(kept), sum(kept), total, at, accepted_in_order=tuple(kept))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +182,8 @@ def contradiction(
             f"its {rounds} rounds with {accepted} accepted drafts explain {emitted} of the {after} tokens after the "
             "first: it leaves out rounds that draft nothing, or miscounts"
         )
+    if not _add_up(counts):
+        return "its rounds one by one do not add up to its totals"
     longest = -(-(drafted or 0) // rounds)
     if counts.by_position is not None:
         longest = min(longest, sum(number > 0 for number in counts.by_position))
@@ -185,6 +193,28 @@ def contradiction(
             "the first and what the end cut off: someone else uses the server, too, or it miscounts"
         )
     return None
+
+
+def _add_up(counts: AcceptanceCounts) -> bool:
+    """Return whether the rounds in order, as far as they are known, make the totals."""
+    accepted, drafted = counts.accepted_in_order, counts.drafted_in_order
+    if accepted is not None and (len(accepted), sum(accepted)) != (counts.rounds, counts.accepted):
+        return False
+    if drafted is not None and (len(drafted), sum(drafted)) != (counts.rounds, counts.drafted):
+        return False
+    return None in (accepted, drafted) or all(kept <= most for kept, most in zip(accepted, drafted, strict=True))  # type: ignore[arg-type]
+
+
+def emitted_in_order(accepted: Sequence[int], num_tokens: int) -> tuple[int, ...] | None:
+    """Return the tokens that each round emitted, [rounds], of an answer of `num_tokens` tokens, the first from prefill.
+
+    The end of the answer may cut the last round. None if these rounds do not make the answer.
+    """
+    emitted = [kept + 1 for kept in accepted]
+    beyond = sum(emitted) - (num_tokens - 1)
+    if not emitted or not 0 <= beyond < emitted[-1]:
+        return None
+    return (*emitted[:-1], emitted[-1] - beyond)
 
 
 # Requests: what a dialect converts to HTTP, and what it reads from the reply.

@@ -58,7 +58,13 @@ def reported(answer: Generation) -> AcceptanceCounts | None:
     if answer.total_rounds is None or answer.total_accepted is None:
         return None
     return AcceptanceCounts(
-        answer.total_rounds, answer.total_accepted, answer.total_drafted, answer.accepted_at, answer.counted_by or ""
+        answer.total_rounds,
+        answer.total_accepted,
+        answer.total_drafted,
+        answer.accepted_at,
+        answer.counted_by or "",
+        answer.accepted,
+        answer.drafted,
     )
 
 

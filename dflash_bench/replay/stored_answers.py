@@ -167,7 +167,7 @@ def _answer(row: dict[str, Any]) -> StoredAnswer:
         own = np.split(row["drafted_ids"], np.cumsum(drafted)[:-1])
         same = [np.array_equal(now[: ids.shape[1]], ids[at][: len(now)]) for now, at in zip(own, starts, strict=True)]
         num_off = int((~np.array(same) | (np.minimum(positions[starts], verified) != accepted)).sum())
-    draft_s, verify_s, round_s = (float(row[name].sum()) for name in ("draft_s", "verify_s", "round_s"))
+    draft_s, verify_s, round_s = (_sum(row[name]) for name in ("draft_s", "verify_s", "round_s"))
     return StoredAnswer(
         row["prompt_id"],
         len(row["token_ids"]) - 1,
@@ -184,9 +184,18 @@ def _answer(row: dict[str, Any]) -> StoredAnswer:
         num_off,
         row["recorded_draft_s"],
         row["recorded_verify_s"],
-        float(np.median(row["draft_s"])),
-        float(np.median(row["verify_s"])),
+        _median(row["draft_s"]),
+        _median(row["verify_s"]),
     )
+
+
+def _sum(seconds: Any) -> float:
+    """Return the sum over an answer's rounds; NaN for a server's, which have no times."""
+    return float("nan") if seconds is None else float(seconds.sum())
+
+
+def _median(seconds: Any) -> float:
+    return float("nan") if seconds is None else float(np.median(seconds))
 
 
 def _ways(row: dict[str, Any]) -> list[list[int]]:

@@ -189,6 +189,15 @@ def _contradictory_totals(rows: RowArrays) -> Any:
     return ((drafted >= 0) & (accepted > drafted)) | ((rounds == 0) & ((drafted > 0) | (accepted > 0)))
 
 
+@check(VALUES, "its rounds are not those of its totals")
+def _other_rounds_than_totals(rows: RowArrays) -> Any:
+    """Compare the rounds that a server reports in order with its totals."""
+    totals = [rows.counts(name) for name in TOTALS]
+    own = [rows.lengths("accepted"), rows.round_sum("drafted"), rows.round_sum("accepted")]
+    other = [(total >= 0) & (total != one) for total, one in zip(totals, own, strict=True)]
+    return rows.is_counted & np.logical_or.reduce(other)
+
+
 @check(VALUES, f"prefill_s is {NO_TIME}")
 def _no_prefill_time(rows: RowArrays) -> Any:
     return _no_time(rows.numbers("prefill_s"), np.False_)

@@ -11,7 +11,14 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dflash_bench.core.dialects import AcceptanceCounts, AnswerError, ServerRequest, contradiction, rule_of
+from dflash_bench.core.dialects import (
+    AcceptanceCounts,
+    AnswerError,
+    ServerRequest,
+    contradiction,
+    emitted_in_order,
+    rule_of,
+)
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Generation
 from dflash_bench.servers import prometheus
@@ -169,7 +176,7 @@ def _count(generation: Generation, counts: AcceptanceCounts | str) -> Generation
         wrong = contradiction(counts, generation.num_tokens, at_limit=at_limit, hides_tokens=generation.hides_tokens)
         if wrong is None:
             return replace(
-                generation,
+                _with_rounds(generation, counts),
                 total_rounds=counts.rounds,
                 total_drafted=counts.drafted,
                 total_accepted=counts.accepted,
@@ -180,6 +187,15 @@ def _count(generation: Generation, counts: AcceptanceCounts | str) -> Generation
         why = f"the server's counts cannot be right ({counts.by}): {wrong}"
         generation = replace(generation, total_rounds=None, total_drafted=None, total_accepted=None, counted_by=None)
     return replace(generation, uncounted=why, accepted_at=None)
+
+
+def _with_rounds(generation: Generation, counts: AcceptanceCounts) -> Generation:
+    """Add the rounds in order, if the server reports them and they are all that produced the answer."""
+    accepted, drafted = counts.accepted_in_order, counts.drafted_in_order
+    if accepted is None or drafted is None or generation.hides_tokens:
+        return generation
+    emitted = emitted_in_order(accepted, generation.num_tokens)
+    return generation if emitted is None else replace(generation, accepted=accepted, drafted=drafted, emitted=emitted)
 
 
 async def open_loop(

@@ -94,18 +94,28 @@ class StreamState:
             if (count := as_count(_as_number(value))) is not None:
                 setattr(self, name, count)
 
-    def set_acceptance(self, by: str, rounds: Any, drafted: Any, accepted: Any, histogram: Any) -> None:
+    def set_acceptance(
+        self,
+        by: str,
+        rounds: Any,
+        drafted: Any,
+        accepted: Any,
+        histogram: Any,
+        in_order: tuple[Any, Any] = (None, None),
+    ) -> None:
         """Set the totals over all rounds, if rounds and accepted drafts are counts.
 
-        `histogram` lists the number of rounds that accepted 0, 1, 2, ... drafts; anything else is ignored.
+        `histogram` lists the number of rounds that accepted 0, 1, 2, ... drafts; `in_order` holds the accepted and the
+        drafted tokens of each round. Anything else is ignored.
         """
         rounds, drafted, accepted = as_count(rounds), as_count(drafted), as_count(accepted)
         if rounds is None or accepted is None:
             return
         at = None
-        if isinstance(histogram, list) and histogram and all(as_count(number) is not None for number in histogram):
+        if is_counts(histogram) and histogram:
             at = tuple(sum(histogram[place:]) for place in range(1, len(histogram)))
-        self.acceptance = AcceptanceCounts(rounds, accepted, drafted, at, by)
+        each = [tuple(one) if is_counts(one) else None for one in in_order]
+        self.acceptance = AcceptanceCounts(rounds, accepted, drafted, at, by, *each)
 
     def add_delta(self, text: str, ids: Sequence[int] | None, finish: str | None = None, reasoning: str = "") -> None:
         """Add a piece of the answer; `num_tokens` is the server's count so far, if it counts during the answer.
@@ -266,6 +276,11 @@ class StreamState:
 def as_count(value: Any) -> int | None:
     """Return a count that a server sent, or None for anything else."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST else None
+
+
+def is_counts(value: Any) -> bool:
+    """Return whether a server sent a list of counts."""
+    return isinstance(value, list) and all(as_count(number) is not None for number in value)
 
 
 def _as_number(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from dflash_bench.core.dialects import DIALECTS, AcceptanceCounts, Conversion, DecodedAnswer
@@ -42,13 +43,14 @@ ONE_LEFT = DecodedAnswer(num_tokens=5, accepted=(2, 0), num_drafts=3, limit=5)
     ],
 )
 def test_the_last_round(conversion: str, answer: DecodedAnswer, expected: tuple[Any, ...]) -> None:
-    assert CONVERSIONS[conversion].convert(answer) == AcceptanceCounts(*expected)
+    assert replace(CONVERSIONS[conversion].convert(answer), accepted_in_order=None) == AcceptanceCounts(*expected)
 
 
 def test_a_stop_token_at_the_end_of_a_cut_draft_is_accepted_by_llamacpp() -> None:
     # Room for two drafts; the second one ends the answer, and the limit would have ended it, too.
     answer = DecodedAnswer(num_tokens=6, accepted=(2, 2), num_drafts=3, limit=7)
-    assert CONVERSIONS["llamacpp"].convert(answer) == AcceptanceCounts(2, 4, 5, (2, 2, 0))
+    expected = AcceptanceCounts(2, 4, 5, (2, 2, 0), accepted_in_order=(2, 2))
+    assert CONVERSIONS["llamacpp"].convert(answer) == expected
 
 
 def test_an_answer_of_one_token_has_no_rounds() -> None:
@@ -70,3 +72,6 @@ def test_counts_are_the_same_as_far_as_both_tell() -> None:
     assert not AcceptanceCounts(2, 3, 6, (2, 1, 0)).same_as(AcceptanceCounts(2, 3, 6, (1, 1, 1)))
     assert not AcceptanceCounts(2, 3, 6).same_as(AcceptanceCounts(2, 3, 5))
     assert not AcceptanceCounts(2, 3).same_as(AcceptanceCounts(2, 4))
+    first, second = (AcceptanceCounts(2, 3, accepted_in_order=each) for each in ((2, 1), (1, 2)))
+    assert not first.same_as(second)
+    assert first.same_as(AcceptanceCounts(2, 3))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from dflash_bench.core.dialects import rule_of
+from dflash_bench.core.types import Generation
 from helpers.each import each
 from helpers.servers.fake_server import Count, FakeServer
 from helpers.servers.one_server import CHAT, backend, one
@@ -69,6 +71,68 @@ def test_a_server_that_counts_nonsense_spoils_no_run() -> None:
         answer = one(server)
     assert (answer.error, answer.total_rounds, answer.counted_by) == (None, None, None)
     assert "(vllm.request)" in (answer.uncounted or "")
+
+
+def in_order(accepted: Sequence[int], drafted: Sequence[int]) -> Callable[[Any], Any]:
+    """Adds the rounds in order to the counts of an answer."""
+
+    def bent(event: Any) -> Any:
+        if isinstance(event, dict) and "metrics" in event:
+            event["metrics"]["speculative_decoding"] |= {"per_step_accepted": accepted, "per_step_drafted": drafted}
+        return event
+
+    return bent
+
+
+def answer_in(accepted: Sequence[int], drafted: Sequence[int], told: Count | None = None) -> Generation:
+    """An answer of 10 tokens, by default counted as a round that accepts 2 drafts and two that accept 3."""
+    counts = told or Count(3, 12, 8, [3, 3, 2, 0])
+    bent = in_order(accepted, drafted)
+    with FakeServer(
+        has_metrics=False,
+        counts_by_request=True,
+        counts=lambda _: counts,
+        block=4,
+        answer=lambda *_: range(10, 20),
+        bent=bent,
+    ) as server:
+        return one(server)
+
+
+def test_rounds_in_order_are_kept_and_the_end_cuts_the_last() -> None:
+    answer = answer_in([3, 2, 3], [4, 4, 4])
+    # The first token comes from prefill.
+    assert (answer.accepted, answer.drafted, answer.emitted) == ((3, 2, 3), (4, 4, 4), (4, 3, 2))
+    assert (answer.total_rounds, answer.accepted_at) == (3, (3, 3, 2, 0))
+
+
+def test_rounds_in_order_between_steps_without_a_draft_have_no_place() -> None:
+    """Known totals show that steps are missing, but not where."""
+    answer = answer_in([1, 2], [4, 4], Count(2, 8, 3, [2, 1, 0, 0]))
+    assert (answer.accepted, answer.total_rounds) == (None, None)
+    assert "leaves out rounds that draft nothing" in (answer.uncounted or "")
+
+
+@each(
+    ("accepted", "drafted"),
+    [
+        ([3, 3], [4, 4, 4]),  # a round is missing
+        ([3, 3, 3], [4, 4, 4]),  # not the total
+        ([3, 2, 3], [4, 4, 5]),
+        ([3, 0, 5], [4, 4, 4]),  # more accepted than drafted
+        ([1] * 10_000, [1] * 10_000),  # more rounds than tokens
+    ],
+)
+def test_rounds_that_do_not_add_up_count_nothing(accepted: list[int], drafted: list[int]) -> None:
+    answer = answer_in(accepted, drafted)
+    assert (answer.accepted, answer.total_rounds, answer.counted_by) == (None, None, None)
+    assert "do not add up" in (answer.uncounted or "")
+
+
+@each("accepted", [[3, "2", 3], [3, -1, 6], {"0": 3}, 8, None])
+def test_rounds_that_are_no_counts_leave_the_totals(accepted: Any) -> None:
+    answer = answer_in(accepted, [4, 4, 4])
+    assert (answer.accepted, answer.total_rounds, answer.total_accepted) == (None, 3, 8)
 
 
 def cut(dialect: str, rounds: int, drafted: int, accepted: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pyarrow import parquet
 
 from dflash_bench.analysis.cells import summarise
 from dflash_bench.core.dialects import UNKNOWN_RULE
+from dflash_bench.replay.stored_answers import cells_of
 from dflash_bench.results import parts, store, table
 from dflash_bench.servers import dialects
 from helpers.each import each
@@ -94,6 +95,27 @@ def test_dialects_are_one_file_each_and_light_to_load() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     files = {path.stem for path in Path(dialects.__file__).parent.glob("*.py")} - {"__init__"}
     assert {*done.stdout.split()} == files
+
+
+def test_rounds_that_a_server_tells_in_order_are_replayed_and_located(
+    main: Main, prompts: Path, pair: Callable[..., tuple[FakeServer, FakeServer]], tmp_path: Path
+) -> None:
+    servers = pair(counts_by_request=True, counts_in_order=True)
+    code, _, err = main(*words(servers, prompts))
+    assert (code, err) == (0, "")
+    drafted = [one.generation for one in store.load(tmp_path / "run")[1] if one.method == "dflash"]
+    for answer in drafted:
+        told = [*servers[1]._rounds(answer.num_tokens)]
+        assert (list(answer.accepted or ()), set(answer.drafted or ())) == (told, {5})
+        assert sum(answer.emitted or ()) == answer.num_tokens - 1
+    (cell,) = (one for one in cells_of(table.read_run(tmp_path / "run")) if one.method == "dflash")
+    assert [one.accepted.tolist() for one in cell.answers] == [list(one.accepted or ()) for one in drafted]
+    code, out, err = main("replay", "run", "--n", "2", "--json")
+    assert (code, err) == (0, "")
+    measured, shorter = json.loads(out)
+    assert (measured["speedup"], shorter["tokens_per_s"]) == (None, None)
+    assert 1 <= shorter["length"][0] < measured["length"][0]
+    assert main("check", "run")[0] == 0
 
 
 def test_a_run_over_servers_holds_what_they_did(

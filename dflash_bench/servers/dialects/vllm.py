@@ -52,6 +52,7 @@ def read(event: Mapping[str, Any], state: StreamState) -> None:
         counts.get("num_draft_tokens"),
         counts.get("num_accepted_draft_tokens"),
         counts.get("acceptance_histogram"),
+        (counts.get("per_step_accepted"), counts.get("per_step_drafted")),
     )
 
 
@@ -73,7 +74,8 @@ METHODS: dict[str, dict[str, Any]] = {
 """vLLM's names for kinds and methods; it reads the kind of other drafts from their files, as `dflash`."""
 
 
-COUNTING = ("--per-request-spec-decode-metrics", "summary")
+COUNTING = ("--per-request-spec-decode-metrics", "detailed")
+"""`summary` gives totals, `detailed` also the rounds in order; both came with vLLM 0.22."""
 
 
 def _speculation(spec: LaunchSpec) -> list[str]:
@@ -108,7 +110,7 @@ DIALECT = Dialect(
         CountingRule(
             "vllm.request",
             "metrics.speculative_decoding of the answer: S is num_spec_steps, with num_draft_tokens and "
-            "num_accepted_draft_tokens",
+            "num_accepted_draft_tokens, and in order per_step_drafted and per_step_accepted",
             beyond=None,
         ),
         CountingRule(
@@ -119,7 +121,7 @@ DIALECT = Dialect(
         ),
     ),
     remedies={
-        "uncounted": "start vLLM with --per-request-spec-decode-metrics summary; or start it without "
+        "uncounted": "start vLLM with --per-request-spec-decode-metrics detailed; or start it without "
         "--disable-log-stats, measure one answer at a time, and let nobody else use it",
         "reused_prompts": "start vLLM with VLLM_SERVER_DEV_MODE=1, so that its cache can be emptied, or with "
         "--no-enable-prefix-caching",

@@ -282,7 +282,7 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         if self.does.dialect == "llamacpp":
             drafted, kept = _as_llamacpp(rounds, block, num_tokens, most)
         at = [sum(number > place for number in kept) for place in range(block)]
-        return Count(len(kept), drafted, sum(kept), at)
+        return Count(len(kept), drafted, sum(kept), at, in_order=list(kept))
 
     def _counted(self, fault: str, num_tokens: int, answer: Count) -> None:
         count = self.count

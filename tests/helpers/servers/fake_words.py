@@ -40,6 +40,8 @@ class Count:
     at: list[int] = field(default_factory=list)
     """Counts per position in the draft."""
     tokens: int = 0
+    in_order: list[int] | None = None
+    """What each round of an answer accepted, if it is told."""
 
     def add(self, other: Count) -> None:
         self.drafts += other.drafts
@@ -85,6 +87,8 @@ class Behaviour:
     gives_ids: bool = True
     counts_by_request: bool = False
     counts_positions: bool = True
+    counts_in_order: bool = False
+    """Does it tell each round, if it counts by request?"""
     refuses: tuple[str, ...] = ()
     """Fields that it answers with 422."""
     models: tuple[str, ...] = (MODEL,)
@@ -199,5 +203,8 @@ class Said:
                 "num_draft_tokens": self.count.drafted,
             }
             spoken |= {"acceptance_histogram": self.count.histogram} if self.does.counts_positions else {}
+            if self.does.counts_in_order and self.count.in_order:
+                accepted = self.count.in_order
+                spoken |= {"per_step_accepted": accepted, "per_step_drafted": [self.does.block] * len(accepted)}
             event["metrics"] = {"speculative_decoding": spoken}
         return [*([] if fault == "no_usage" else [event]), b"data: [DONE]\n\n"]
