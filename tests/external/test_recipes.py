@@ -59,7 +59,7 @@ def test_the_recipe_ends_in_an_answer(
     name, urls = served_twice
     run = tmp_path / "r"
     two = [f"--server=plain={urls['ar']}", f"--server=dflash={urls['dflash']}", "--model", model]
-    asked = ["--suite", "gsm8k", "--limit", PROMPTS, "--max-new-tokens", MAX_NEW_TOKENS]
+    asked = ["--suite", "gsm8k", "--data", "embedded", "--limit", PROMPTS, "--max-new-tokens", MAX_NEW_TOKENS]
     screens = [
         screen("try", urls["dflash"], urls=urls),
         screen("run", *two, *asked, "--out", run, urls=urls),
