@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, cast
@@ -150,7 +151,7 @@ def _point_json(curve: SweepCurve, number: int, point: Point) -> dict[str, Any]:
 
 
 def json_value(value: Any, exact: Sequence[str] = ()) -> Any:
-    """Return JSON with six digits: more than measurements hold, and the same on every machine.
+    """Return JSON with six digits: more than measurements hold, and the same on every machine; null for NaN.
 
     What the user requested, under the keys `exact`, is unchanged.
     """
@@ -164,7 +165,7 @@ def json_value(value: Any, exact: Sequence[str] = ()) -> Any:
         case list():
             return [json_value(item, exact) for item in value]
         case float():
-            return float(f"{value:.6g}")
+            return None if math.isnan(value) else float(f"{value:.6g}")
     return value
 
 

@@ -30,6 +30,8 @@ FINISHES: dict[str, FinishReason] = {
 """Servers' names for the two ways in which an answer ends."""
 UNFINISHED = ("", "null", "None")
 """Finish reasons that some servers write before there is one."""
+TOGETHER_S = 2e-4
+"""Pieces within so many seconds of each other arrive together: no round is that short, but reading a held piece is."""
 FEWEST_REPEATING = 3
 """Pieces in a row that begin with their predecessor: too many for chance."""
 
@@ -199,9 +201,10 @@ class StreamState:
             end_s = self.arrivals[-1].at_s if self.arrivals else self.now_s
             return Timing(end_s, end_s, num)
         first_s, last_s = arrivals[0].at_s, arrivals[-1].at_s
-        # No time passes between tokens that arrive together.
-        num_first = sum(size for one, size in zip(arrivals, sizes, strict=True) if one.at_s == first_s)
-        return Timing(first_s, last_s, num if last_s == first_s else min(num_first, num))
+        gaps = (after.at_s - before.at_s for before, after in pairwise(arrivals))
+        # No time passes between tokens that arrive together, such as those that a proxy or a late server held back.
+        num_held = next((n for n, gap in enumerate(gaps, 1) if gap > TOGETHER_S), len(arrivals))
+        return Timing(first_s, last_s, num if num_held == len(arrivals) else min(sum(sizes[:num_held]), num))
 
     @property
     def pieces(self) -> list[int]:

@@ -170,6 +170,25 @@ def test_what_arrives_in_one_piece_has_no_time_between() -> None:
     assert (answer.num_tokens, answer.num_first_tokens, answer.num_decoded) == (5, 3, 2)
 
 
+@each(
+    ("times", "num_first", "decode_s"),
+    [
+        ([2.0, 2.00003, 2.00007, 2.00012], 8, 0.0),  # a late server or a proxy held all of it
+        ([2.0, 2.00003, 2.1, 2.2], 4, 0.2),  # or its beginning
+        ([2.0, 2.1, 2.2, 2.20003], 2, 0.2),
+    ],
+)
+def test_what_was_held_back_arrives_together(times: list[float], num_first: int, decode_s: float) -> None:
+    heard = StreamState(iter([1.0, *times]).__next__, 20)
+    heard.start()
+    for number, _ in enumerate(times):
+        heard.mark_arrival()
+        heard.add_delta("ab", [number, number], "stop" if number == 3 else None)
+    answer = heard.generation(7)
+    assert (answer.num_first_tokens, answer.num_decoded) == (num_first, 8 - num_first)
+    assert answer.decode_s == pytest.approx(decode_s, abs=2e-4)
+
+
 def test_an_answer_in_a_single_piece_has_no_time_a_token() -> None:
     heard = StreamState(iter([1.0, 2.0]).__next__, 20)
     heard.start()

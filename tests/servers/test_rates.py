@@ -119,6 +119,16 @@ def test_a_run_over_rates_tells_each_and_its_goodput(main: Main, prompts: Path) 
     assert_refused(main("run", *both), "--rate", "--concurrency")
 
 
+def test_loads_without_a_decode_speed_are_reported_in_json(main: Main, prompts: Path) -> None:
+    """It sends neither ids nor counts, and pieces of several tokens."""
+    with FakeServer(dialect="openai") as plain, FakeServer(dialect="openai", accepts=(2,), block=4) as other:
+        both = ("--server", f"plain={plain.url}", "--server", f"dflash={other.url}", "--prompts", prompts)
+        assert main("run", *both, "--max-new-tokens", 32, "--rate", "50,100", "--out", "run")[0] == 0
+    told = json.loads(main("report", "run", "--format", "json")[1])["loads"]
+    (load,) = (one for one in told if one["method"] == "dflash")
+    assert [level["num_answers"] for level in load["levels"]] == [6, 6]
+
+
 def test_goodput_counts_what_kept_to_all_times_of_all_that_was_asked_for() -> None:
     settings = Settings(rate=2.0)
     usual: dict[str, Any] = {

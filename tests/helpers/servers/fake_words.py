@@ -74,7 +74,7 @@ class Behaviour:
     waits_for: int = 0
     """Answers that must be under way at a time, once, before any begins."""
     ttft_s: float = 0.0
-    round_s: float = 0.0
+    round_s: float = 5e-4
     answer: Answerer = tokens_of
     text: Callable[[Sequence[int]], str] = text_of
     ends: frozenset[int] = frozenset((END,))
