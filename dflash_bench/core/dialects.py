@@ -320,6 +320,10 @@ class Program:
     """The last arguments of a drafting server, which only make it report its rounds."""
     lacks: Mapping[str, str] = field(default_factory=dict)
     """The known reason why a method cannot be launched, by method."""
+    draft_format: str | None = None
+    """The format of `convert --to` in which it reads drafts; None: it reads several publishers' own."""
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16", "auto")
+    key_option: str = "--api-key"
 
 
 # Dialects, by name.

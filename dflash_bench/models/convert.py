@@ -25,7 +25,7 @@ SHARED = {"dflash": (base.EMBEDDING, base.HEAD), "eagle3": (base.EMBEDDING,), "p
 
 
 QUANTIZED = ["int8"]
-WANTS_DEPTH = ("zlab",)
+WANTS_DEPTH = ("zlab", "lmdeploy")
 """Formats whose original readers fail without `num_target_layers`, even if the layers are named (z-lab's model.py)."""
 
 
@@ -60,16 +60,21 @@ def convert(reference: str, destination: Path, to: str, target: str | None, quan
         raise UserError(f"{folder} is already in the {to} format")
     if checkpoint.derived_taps:
         raise UserError(f"{folder} does not name the layers it taps; give --target, as they depend on its depth")
-    if checkpoint.target_head and home is None and not stays:
+    leaves_head = stays or (goal.widens and checkpoint.target_head)
+    if checkpoint.target_head and home is None and not leaves_head:
         raise UserError(f"{folder} leaves its head to the target; give --target, and it is written out")
-    shared = targets.vocabulary_of(home) if home and not stays else {}
-    whole = checkpoint.with_head(shared[base.HEAD]) if shared else checkpoint
-    ready = whole if stays else adapt(whole, goal, shared)
-    notes = []
+    shared = targets.vocabulary_of(home) if home and not leaves_head else {}
+    with_head = checkpoint.with_head(shared[base.HEAD]) if shared else checkpoint
+    ready = with_head if stays else adapt(with_head, goal, shared)
+    notes, whole = [], ready
     if shape and goal.name in WANTS_DEPTH and ready.config.num_target_layers is None:
-        ready = replace(ready, config=replace(ready.config, num_target_layers=shape.num_layers))
-        notes = [f"num_target_layers = {shape.num_layers} is taken from --target; the draft does not declare it"]
-    stored = goal.write(ready)
+        whole = replace(ready, config=replace(ready.config, num_target_layers=shape.num_layers))
+        notes = (
+            []
+            if goal.kind == "eagle3"
+            else [f"num_target_layers = {shape.num_layers} is taken from --target; the draft does not declare it"]
+        )
+    stored = goal.write(whole)
     weights.write_checkpoint(destination, *(stored if quantize is None else packed.pack(*stored)))
     return notes + [f"{goal.name} has no place for {what}: it is left out" for what in _lost(ready, destination)]
 

@@ -271,13 +271,13 @@ class ServerOptions:
         conflicts=(rules.LAUNCHED,),
     )
     launch: str | None = _servers(
-        "Start servers here, measure them and stop them: vllm, sglang or llama.cpp, one for plain decoding and one for "
-        "each --method. Their logs are kept in the run's folder.",
+        "Start servers here, measure them and stop them: vllm, sglang, lmdeploy or llama.cpp, one for plain decoding and "
+        "one for each --method. Their logs are kept in the run's folder.",
         metavar="PROGRAM",
     )
     """The name of a `dialects.Program`."""
     launch_with: str | None = _servers(
-        "The program for --launch. Default: vllm, sglang or llama-server, from the PATH.",
+        "The program for --launch. Default: vllm, sglang, lmdeploy or llama-server, from the PATH.",
         metavar="PATH",
         needs=(rules.LAUNCH,),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -117,12 +118,15 @@ def server_flags(request: RunRequest, model: Preset, method: Method) -> tuple[Se
         draft = None
         if method.draft is not None and method.name != presets.MTP:
             name = presets.name(reference)
-            draft = f"{name.rpartition('/')[2]}.gguf" if program.wants_gguf else _without_revision(reference)
+            own = name.rpartition("/")[2]
+            written = {GGUF: f"{own}.gguf", None: _without_revision(reference)}
+            form = GGUF if program.wants_gguf else program.draft_format
+            draft = written.get(form, f"{own}-{form}")
         drafting = replace(plain, method=method, draft=draft, num_drafts=_num_drafts(method, model, config))
         flags = servers_launch.added_by_draft(program, plain, drafting)
-        if draft is not None and program.wants_gguf:
+        if draft is not None and form is not None:
             # Converting a draft needs the target's folder, not its GGUF file.
-            words = ("convert", _without_revision(reference), draft, "--to", "gguf", "--target", request.name)
+            words = ("convert", _without_revision(reference), draft, "--to", form, "--target", request.name)
             flags = replace(flags, first=words)
         found.append(flags)
     return tuple(found)
@@ -163,6 +167,10 @@ def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], obje
     drafts = {name: targets.find_draft(model.drafts[name]) for name in resolved.drafts if name in model.drafts}
     num_gpus = torch.cuda.device_count()
     device, dtype = device_and_dtype(request, num_gpus)
+    if dtype not in program.dtypes:
+        raise UserError(
+            f"--launch {program.name} does not compute in {dtype}; give --dtype {' or '.join(program.dtypes)}"
+        )
     # The target here shares the servers' memory unless it is on the CPU and they are on GPUs.
     num_copies = len(resolved.methods) + (0 if num_gpus and device == "cpu" else 1)
     _refuse_too_little(home, num_copies, list(drafts.values()), num_gpus)
@@ -179,7 +187,7 @@ def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], obje
         request.trust_remote_code,
     )
     if program.wants_gguf:
-        plain = replace(plain, target=str(_as_gguf(home, None, tell)))
+        plain = replace(plain, target=str(_converted(home, None, GGUF, tell)))
     specs = [plain]
     for method in resolved.methods[1:]:
         base, rates = imposed(program, method)
@@ -206,7 +214,8 @@ def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], obje
                 f"--launch {program.name} cannot draft by {method.label}, a {drafting.kind} draft; of its family it "
                 f"computes {', '.join(program.kinds)}"
             )
-        weights = _as_gguf(str(draft), home, tell) if program.wants_gguf else draft
+        form = GGUF if program.wants_gguf else program.draft_format
+        weights = draft if form is None else _converted(str(draft), home, form, tell)
         specs.append(replace(drafting, draft=str(weights)))
     return specs
 
@@ -255,12 +264,13 @@ def _refuse_too_little(home: str, num_copies: int, drafts: Sequence[Path], num_g
         )
 
 
-def _as_gguf(weights: str, home: str | None, tell: Callable[[str], object]) -> Path:
-    """Convert weights to a GGUF file in the cache, under a name that changes with the weights."""
-    if gguf.is_file(weights):
+def _converted(weights: str, home: str | None, form: str, tell: Callable[[str], object]) -> Path:
+    """Convert weights to a format of `convert --to` in the cache, under a name that changes with the weights."""
+    is_gguf = form == GGUF
+    if is_gguf and gguf.is_file(weights):
         return Path(weights)
     if home is not None and gguf.is_file(home):
-        raise UserError("--launch llama.cpp: a draft is converted with its target's folder; give that, not a GGUF file")
+        raise UserError("--launch: a draft is converted with its target's folder; give that, not a GGUF file")
     stamps = [
         f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}"
         for folder in (weights, home or weights)
@@ -268,14 +278,14 @@ def _as_gguf(weights: str, home: str | None, tell: Callable[[str], object]) -> P
         if file.is_file()
     ]
     digest = hashlib.sha256("\n".join(stamps).encode()).hexdigest()[:12]
-    cached = presets.cache_folder() / "gguf" / f"{Path(weights).name}-{digest}.gguf"
+    cached = presets.cache_folder() / form / f"{Path(weights).name}-{digest}{'.gguf' if is_gguf else ''}"
     if not cached.exists():
-        tell(f"note: {weights} is written as a GGUF file, once: {cached}")
+        tell(f"note: {weights} is written in the format {form}, once: {cached}")
         cached.parent.mkdir(parents=True, exist_ok=True)
         begun = cached.with_name(f"{os.getpid()}-{cached.name}")
         try:
-            convert(weights, begun, GGUF, home)
+            convert(weights, begun, form, home)
             os.replace(begun, cached)
         finally:
-            begun.unlink(missing_ok=True)
+            begun.unlink(missing_ok=True) if is_gguf else shutil.rmtree(begun, ignore_errors=True)
     return cached

@@ -87,8 +87,8 @@ def executable(program: Program, given: str | None) -> str:
 
 def key_of(program: Program, given: Arguments | None, variables: Mapping[str, str]) -> Secret | None:
     """Return the API key that a launched server will require. Raises UserError for an invalid key."""
-    if given is not None and (key := given.value_of("--api-key")) is not None:
-        return checked_key(key.reveal(), "--launch-args: --api-key")
+    if given is not None and (key := given.value_of(program.key_option)) is not None:
+        return checked_key(key.reveal(), f"--launch-args: {program.key_option}")
     key_text = variables.get(program.key_variable, "")
     return checked_key(key_text, f"the variable {program.key_variable}") if key_text else None
 

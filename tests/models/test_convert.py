@@ -95,7 +95,7 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(model: Path,
             dflash,
             "safeailab",
             None,
-            "unknown format for a draft of kind dflash: 'safeailab'; known: deepspec, nvidia, spec",
+            "unknown format for a draft of kind dflash: 'safeailab'; known: deepspec, lmdeploy, nvidia, spec",
         ),
         (dflash, "speculators", None, r"includes embed_tokens\.weight, .* give --target"),
         (dflash, "deepspec", str(model), "infill_labels"),
@@ -153,7 +153,7 @@ def test_a_golden_draft_goes_where_it_can_be_held_and_comes_back_bit_for_bit(nam
     case = golden_cases.read_case(name)
     assert case.draft is not None
     home, before = formats.read_checkpoint(case.draft, None)
-    for to in {form for form, kind in formats.FORMATS if kind == home.kind} - {home.name}:
+    for to in {form for form, kind in formats.FORMATS if kind == home.kind} - {home.name, "lmdeploy"}:
         if to not in GOES.get(name, ()):
             with pytest.raises(UserError, match=r"the \w+ format (cannot hold|holds drafts with)"):
                 convert(str(case.draft), tmp_path / to, to, str(case.target))
@@ -251,3 +251,58 @@ def test_the_wrong_label_convention_costs_acceptance_and_not_exactness(
     wrong = drafted(rebuilt(nano, "dflash", shifted_labels=True))
     assert wrong[0] == right["dflash"][0]
     assert wrong[2] < right["dflash"][2] / 4
+
+
+@each("name", DRAFTS)
+def test_a_golden_draft_is_written_for_lmdeploy_unchanged_or_refused(name: str, tmp_path: Path) -> None:
+    case = golden_cases.read_case(name)
+    assert case.draft is not None
+    home, before = formats.read_checkpoint(case.draft, None)
+    if home.kind == "p-eagle":
+        return
+    try:
+        convert(str(case.draft), tmp_path / "there", "lmdeploy", str(case.target))
+    except UserError as refused:
+        assert "cannot hold" in str(refused), refused
+        assert not (tmp_path / "there").exists()
+        return
+    after = formats.read_checkpoint(tmp_path / "there", None)[1]
+    assert replace(after.config, num_target_layers=before.config.num_target_layers) == before.config
+    assert bits(tmp_path / "there") == bits(case.draft)
+
+
+def test_lmdeploy_gets_the_keys_that_it_reads(model: Path, tmp_path: Path) -> None:
+    convert(str(NANO / "dflash"), tmp_path / "dflash", "lmdeploy", None)
+    config = json.loads((tmp_path / "dflash" / "config.json").read_text())
+    assert config["dflash_config"]["block_size"] == 16
+    assert config["layer_types"] == ["full_attention"] * 2 and config["num_target_layers"] == 16
+    assert bits(tmp_path / "dflash") == bits(NANO / "dflash")
+    convert(str(NANO / "eagle3"), tmp_path / "eagle3", "lmdeploy", "nano")
+    config = json.loads((tmp_path / "eagle3" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    for kind in ("dflash", "eagle3"):
+        (old, _), (new, _) = (formats.read_checkpoint(at / kind, None)[1::-1] for at in (NANO, tmp_path))
+        assert new.config == old.config
+
+
+@each(
+    ("draft", "target", "words"),
+    [
+        ("dflash2", None, ("DFlash 2",)),
+        ("dspark", None, ("DSpark",)),
+        ("eagle3", None, ("--target",)),
+    ],
+)
+def test_what_lmdeploy_does_not_compute_is_refused(
+    draft: str, target: str | None, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as refused:
+        convert(str(NANO / draft), tmp_path / draft, "lmdeploy", target)
+    assert all(word in str(refused.value) for word in words)
+
+
+def test_lmdeploy_taps_layers_by_its_own_rule() -> None:
+    read = formats.read_checkpoint(NANO / "eagle3", None)[1]
+    moved = replace(read, config=replace(read.config, target_layer_ids=(0, 4, 9), num_target_layers=16))
+    with pytest.raises(UserError, match=r"lmdeploy taps \[1, 7, 12\]"):
+        formats.format_named("lmdeploy", "eagle3").write(moved)

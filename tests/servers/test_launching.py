@@ -126,6 +126,11 @@ def config(**said: Any) -> str:
          "--speculative-eagle-topk 1 --speculative-num-draft-tokens 4"),
         ("sglang", "ngram:4", LOOKUP, "--speculative-algorithm NGRAM --speculative-num-draft-tokens 5 "
          "--speculative-ngram-max-bfs-breadth 1"),
+        # Its block includes the anchor.
+        ("lmdeploy", "dflash", {"kind": "DFlash"},
+         "--speculative-algorithm dflash --speculative-draft-model D --speculative-dflash-block-size 6"),
+        ("lmdeploy", "eagle3", {},
+         "--speculative-algorithm eagle3 --speculative-draft-model D --speculative-num-draft-tokens 5"),
         ("llama.cpp", "dflash", {"kind": "DFlash 2"}, "--model-draft D --spec-type draft-dflash --spec-draft-n-max 5"),
         ("llama.cpp", "dflash", {"kind": "DSpark", "shifted": True},
          "--model-draft D --spec-type draft-dspark --spec-draft-n-max 5"),
@@ -153,7 +158,9 @@ def test_each_server_is_told_in_its_own_words(name: str, text: str, changes: Any
 
 
 def test_a_kind_that_a_server_would_compute_as_another_is_refused() -> None:
-    for name, kind in (("vllm", "Domino"), ("vllm", "JetSpec"), ("sglang", "JetSpec"), ("llama.cpp", "DFlare")):
+    vllm, sglang = ("Domino", "JetSpec"), ("JetSpec",)
+    others = {"vllm": vllm, "sglang": sglang, "llama.cpp": ("DFlare",), "lmdeploy": ("DFlash 2", "DSpark")}
+    for name, kind in ((name, kind) for name, kinds in others.items() for kind in kinds):
         assert not launch.computes(program_named(name), spec("dflash", kind=kind))
     assert launch.computes(program_named("llama.cpp"), spec("dflash", kind="JetSpec"))
 
@@ -177,6 +184,7 @@ def test_imposed_rates_are_shares_of_all_rounds_and_never_rise(conditional: str,
     ("name", "method", "message"),
     [
         ("sglang", "synthetic:base=dflash", "SGLANG_SIMULATE_ACC_LEN"),
+        ("lmdeploy", "mtp", "qwen3_5_mtp"),
         ("vllm", "synthetic", "base=dflash; it can be dflash, eagle3, p-eagle, mtp"),
         ("vllm", "synthetic:base=ngram", "base=ngram"),
         ("vllm", "synthetic:base=dflash:4", "without options"),
@@ -242,7 +250,7 @@ def test_llama_cpp_computes_in_float32_only_where_that_is_asked_for() -> None:
     assert "--cache-type-k-draft" in words and "--cache-type-k-draft" not in lookup
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang", "llama.cpp"])
+@pytest.mark.parametrize("name", ["vllm", "sglang", "llama.cpp", "lmdeploy"])
 def test_servers_are_waited_for_and_gone_afterwards(program: Callable[..., Path], tmp_path: Path, name: str) -> None:
     with launched(program(late_s=0.3), tmp_path / "logs", name) as servers:
         addresses = servers.start([spec(), spec("dflash")])
@@ -308,7 +316,7 @@ def test_a_program_that_ends_at_once_is_told_with_its_last_lines(program: Callab
 @each(
     ("more", "named"),
     [
-        (("--launch", "x"), "'x' llama.cpp, sglang, vllm"),
+        (("--launch", "x"), "'x' llama.cpp, lmdeploy, sglang, vllm"),
         (("--launch", "vllm", "--launch-with", "no-such"), "no-such --launch-with"),
         (("--launch", "vllm", "--launch-with", "sh", "--method", "suffix"), "suffix"),
         (("--launch", "vllm", "--launch-with", "sh", "--method", "dflash:steps=2"), "dflash:steps=2"),
@@ -341,6 +349,22 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
         for record in store.load(run)[1]
         if record.method == "ar"
     }
+
+
+def test_lmdeploy_gets_drafts_as_it_reads_them(
+    main: Main, program: Callable[..., Path], engine: dict[str, list[int]]
+) -> None:
+    path = program(answers=engine, most=24)
+    words = [*ASKED, "--launch", "lmdeploy", "--launch-with", path, "--method", "dflash:3", "--out", "run"]
+    assert_refused(main(*words), "float32", "bfloat16")
+    # 1: these answers are float32's.
+    code, _, err = main(*words, "--dtype", "bfloat16")
+    assert code in (0, 1), err
+    log = next(Path("run").glob("servers-1/dflash*.log")).read_text().splitlines()[0].split()
+    draft = Path(log[log.index("--speculative-draft-model") + 1])
+    told = json.loads((draft / "config.json").read_text())
+    assert told["dflash_config"]["block_size"] == told["block_size"] == 16
+    assert log[log.index("--speculative-dflash-block-size") + 1] == "4"
 
 
 def test_a_launched_run_is_judged_and_a_death_keeps_its_rows(

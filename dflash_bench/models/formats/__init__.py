@@ -43,6 +43,8 @@ FORMATS = {
     ("deepspec", "dflash"): "deepspec.DFLASH",
     ("deepspec", "eagle3"): "deepspec.EAGLE3",
     ("safeailab", "eagle3"): "safeailab.EAGLE3",
+    ("lmdeploy", "dflash"): "lmdeploy.DFLASH",
+    ("lmdeploy", "eagle3"): "lmdeploy.EAGLE3",
     ("specforge", "dflash"): "projectors.SPECFORGE",
     ("nvidia", "dflash"): "projectors.NVIDIA",
     ("specforge", "p-eagle"): "p_eagle.SPECFORGE",

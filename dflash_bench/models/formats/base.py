@@ -83,7 +83,8 @@ class Format:
     `holds_vocabulary`: whether files include the target's embedding and head, or leave them to the target.
     `layer` is the file's name for the layer that SafeAILab calls `midlayer`. `reads_last`: whether a draft may tap the
     target's last layer; its publisher's code then reads transformers' last hidden state, which is after the final norm.
-    Where engines and trainers differ about it, or do not allow it, such a draft is refused.
+    Where engines and trainers differ about it, or do not allow it, such a draft is refused. `widens`: a draft that uses
+    some rows of the target's head is written to use all of them.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Format:
     holds_vocabulary: bool
     layer: str = "midlayer."
     reads_last: bool = False
+    widens: bool = False
 
 
 # Common parts of all configs: the network's sizes, rotary positions and the vocabulary map.

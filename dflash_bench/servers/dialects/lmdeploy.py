@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_bench.core.dialects import UNMEASURED, CountingRule, Dialect, Pages, ServerInfo, ServerRequest
+from dflash_bench.core.dialects import (
+    UNMEASURED,
+    CountingRule,
+    Dialect,
+    LaunchSpec,
+    Pages,
+    Program,
+    ServerInfo,
+    ServerRequest,
+)
 from dflash_bench.servers.dialects import openai
 from dflash_bench.servers.stream import StreamState, as_ids, as_object, as_text
 
@@ -45,6 +54,29 @@ def read(event: Mapping[str, Any], state: StreamState) -> None:
     state.set_counts(num_tokens=meta.get("completion_tokens"), num_prompt_tokens=meta.get("prompt_tokens"))
 
 
+def argv(spec: LaunchSpec, port: int) -> list[str]:
+    """Return options as in lmdeploy 0.18 (lmdeploy/cli/serve.py); its other engine, turbomind, does not draft."""
+    return [
+        *("serve", "api_server", spec.target, "--model-name", spec.model, "--server-name", "127.0.0.1"),
+        *("--server-port", str(port), "--backend", "pytorch", "--session-len", str(spec.length)),
+        *("--max-batch-size", str(spec.slots), "--dtype", spec.dtype),
+        *("--cache-max-entry-count", f"{spec.memory_share:.2f}"),
+        *(["--trust-remote-code"] if spec.trust_remote_code else []),
+        *_speculation(spec),
+    ]
+
+
+def _speculation(spec: LaunchSpec) -> list[str]:
+    if spec.num_drafts is None or spec.draft is None:
+        return []
+    # A block includes the anchor.
+    number = {
+        "dflash": ("--speculative-dflash-block-size", str(spec.num_drafts + 1)),
+        "eagle3": ("--speculative-num-draft-tokens", str(spec.num_drafts)),
+    }[spec.method.name]
+    return ["--speculative-algorithm", spec.method.name, "--speculative-draft-model", spec.draft, *number]
+
+
 DIALECT = Dialect(
     NAME,
     (openai.MODELS,),
@@ -66,4 +98,20 @@ DIALECT = Dialect(
         "uncounted": "start lmdeploy without --disable-metrics, measure one answer at a time, and let nobody else use "
         "it"
     },
+    program=Program(
+        NAME,
+        NAME,
+        False,
+        {"dflash": ("n", "block"), "eagle3": ("n",)},
+        ("DFlash",),
+        "",
+        argv,
+        lacks={
+            "mtp": "its name of the method depends on the target (deepseek_mtp, qwen3_5_mtp, hy3_mtp); start the "
+            "server yourself, and give it as --server"
+        },
+        draft_format=NAME,
+        dtypes=("bfloat16", "float16", "auto"),
+        key_option="--api-keys",
+    ),
 )

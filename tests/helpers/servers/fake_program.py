@@ -30,7 +30,8 @@ def main(words: list[str]) -> None:
     does = json.loads(os.environ["FAKE_PROGRAM"])
     drafts = not {"--speculative-config", "--speculative-algorithm", "--spec-type"}.isdisjoint(words)
     does |= does.get("drafting", {}) if drafts and does.get("only", "") in " ".join(words) else {}
-    say(f"loading for {words[words.index('--port') + 1]}")
+    port = words[1 + next(at for at, word in enumerate(words) if word in ("--port", "--server-port"))]
+    say(f"loading for {port}")
     say(f"args: {words} {dict(os.environ)}")
     if does.get("ignores"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -41,10 +42,11 @@ def main(words: list[str]) -> None:
         say("CUDA error: out of memory")
         sys.exit(does["exits"])
     time.sleep(does.get("late_s", 0))
-    dialect = "sglang" if "--model-path" in words else "vllm" if words[0] == "serve" else "llamacpp"
+    of_serve = "lmdeploy" if "api_server" in words else "vllm"
+    dialect = "sglang" if "--model-path" in words else of_serve if words[0] == "serve" else "llamacpp"
     rates = imposed(words)
     accepts = {"accepts": accepted(rates) if rates else (2,), "block": len(rates) or 3} if drafts else {}
-    with Dying(does, dialect=dialect, port=int(words[words.index("--port") + 1]), **accepts, **answering(does)):
+    with Dying(does, dialect=dialect, port=int(port), **accepts, **answering(does)):
         while True:
             time.sleep(1)
 

@@ -98,7 +98,7 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         pages: dict[tuple[str, str], Any] = {
             ("GET", "/v1/models"): {"object": "list", "data": [{"id": name, "owned_by": owner} for name in does.models]}
         }
-        if does.dialect in ("vllm", "sglang", "llamacpp"):
+        if does.dialect in ("vllm", "sglang", "llamacpp", "lmdeploy"):
             pages["GET", "/health"] = {"status": "ok"}
         if does.has_metrics and does.dialect in ("vllm", "llamacpp", "lmdeploy"):
             pages["GET", "/metrics"] = self._metrics()
