@@ -33,12 +33,19 @@ def test(session: nox.Session, python: str, **environment: str) -> None:
     )  # fmt: skip
 
 
-def against_server(session: nox.Session, *packages: str, unwanted: tuple[str, ...] = ()) -> None:
-    """In NAME_VENV, if it is set, lies an environment with the server; it is then used as it is."""
+def against_server(
+    session: nox.Session, *packages: str, unwanted: tuple[str, ...] = (), bare: tuple[str, ...] = ()
+) -> None:
+    """In NAME_VENV, if it is set, lies an environment with the server; it is then used as it is.
+
+    `bare` packages are installed without what they ask for.
+    """
     variable = f"{session.name.upper()}_VENV"
     folder = os.environ.get(variable)
     if folder is None:
         session.install(*packages)
+        if bare:
+            session.install("--no-deps", *bare)
         if unwanted:
             session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", *unwanted)
         folder = session.virtualenv.location
@@ -92,6 +99,17 @@ def mlx(session: nox.Session) -> None:
 def transformers_serve(session: nox.Session) -> None:
     """A real `transformers serve` (1.6 GB, once)."""
     against_server(session, *CONSTRAINTS, "transformers[serving]==5.23.0")
+
+
+@nox.session
+def lmdeploy(session: nox.Session) -> None:
+    """lmdeploy on the CPU: its command line, checks and HTTP server, without its engines for CUDA (1.5 GB, once)."""
+    beside = """
+        torch transformers accelerate safetensors sentencepiece tiktoken einops xgrammar mmengine-lite fire fastapi
+        uvicorn aiohttp pydantic prometheus_client openai openai_harmony partial_json_parser shortuuid pybase64 pyzmq
+        cloudpickle pillow protobuf ray
+        """
+    against_server(session, *CONSTRAINTS, *beside.split(), bare=("lmdeploy==0.18.0",))
 
 
 @nox.session

@@ -322,6 +322,8 @@ class Program:
     """The known reason why a method cannot be launched, by method."""
     draft_format: str | None = None
     """The format of `convert --to` in which it reads drafts; None: it reads several publishers' own."""
+    targets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The architectures of targets for which it drafts by a method, if not for all."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16", "auto")
     key_option: str = "--api-key"
 

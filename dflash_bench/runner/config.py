@@ -271,8 +271,8 @@ class ServerOptions:
         conflicts=(rules.LAUNCHED,),
     )
     launch: str | None = _servers(
-        "Start servers here, measure them and stop them: vllm, sglang, lmdeploy or llama.cpp, one for plain decoding and "
-        "one for each --method. Their logs are kept in the run's folder.",
+        "Start servers here, measure them and stop them: vllm, sglang, lmdeploy or llama.cpp, one for plain decoding "
+        "and one for each --method. Their logs are kept in the run's folder.",
         metavar="PROGRAM",
     )
     """The name of a `dialects.Program`."""

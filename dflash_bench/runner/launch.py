@@ -21,6 +21,7 @@ from dflash_bench.models import formats, gguf, memory, mtp_heads, presets, targe
 from dflash_bench.models.configs import optional
 from dflash_bench.models.convert import GGUF, convert
 from dflash_bench.models.formats.base import DraftConfig
+from dflash_bench.models.hub import read_config
 from dflash_bench.models.loading import free_bytes
 from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.presets import Preset
@@ -190,6 +191,7 @@ def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], obje
         plain = replace(plain, target=str(_converted(home, None, GGUF, tell)))
     specs = [plain]
     for method in resolved.methods[1:]:
+        _require_target(program, method, home)
         base, rates = imposed(program, method)
         drafter, own = base or method, replace(plain, method=method, base=base, rates=rates)
         if method.draft is None:
@@ -218,6 +220,19 @@ def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], obje
         weights = draft if form is None else _converted(str(draft), home, form, tell)
         specs.append(replace(drafting, draft=str(weights)))
     return specs
+
+
+def _require_target(program: Program, method: Method, home: str) -> None:
+    """Raise UserError for a target to which the program does not let this method's draft read."""
+    known = program.targets.get(method.name)
+    if known is None or gguf.is_file(home):
+        return
+    names = read_config(Path(home)).get("architectures") or ()
+    if not {*names} & {*known}:
+        raise UserError(
+            f"--launch {program.name} drafts by {method.label} for {', '.join(known)} only, and this target is "
+            f"{', '.join(names) or 'of no named architecture'}; leave the method out, or use another program"
+        )
 
 
 def _require_own_heads(home: str, are_apart: bool) -> None:

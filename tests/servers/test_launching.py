@@ -357,6 +357,9 @@ def test_lmdeploy_gets_drafts_as_it_reads_them(
     path = program(answers=engine, most=24)
     words = [*ASKED, "--launch", "lmdeploy", "--launch-with", path, "--method", "dflash:3", "--out", "run"]
     assert_refused(main(*words), "float32", "bfloat16")
+    # nano is a Qwen3, whose layers lmdeploy gives to DFlash alone.
+    by_eagle3 = [*words[:-4], "--method", "eagle3:3", "--dtype", "bfloat16", "--out", "run"]
+    assert_refused(main(*by_eagle3), "eagle3:3", "LlamaForCausalLM", "Qwen3ForCausalLM")
     # 1: these answers are float32's.
     code, _, err = main(*words, "--dtype", "bfloat16")
     assert code in (0, 1), err

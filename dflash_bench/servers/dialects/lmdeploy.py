@@ -111,6 +111,11 @@ DIALECT = Dialect(
             "server yourself, and give it as --server"
         },
         draft_format=NAME,
+        # Others hand a draft no layers: an EAGLE-3 draft then reads the last one alone, without a word.
+        targets={
+            "dflash": ("Qwen3ForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+            "eagle3": ("LlamaForCausalLM",),
+        },
         dtypes=("bfloat16", "float16", "auto"),
         key_option="--api-keys",
     ),
