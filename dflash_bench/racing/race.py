@@ -353,7 +353,7 @@ class Race:
         verdict, error = self.left.get(method, (racing or "waiting", ""))
         parts = self._sums.get(method)
         if not parts:
-            shown = verdict if self.tables or verdict == "drifted" else "no_time"
+            shown = verdict if self.tables or verdict in ("drifted", "failed") else "no_time"
             return Candidate(method, shown, self.rounds.get(method, 0), error=error)
         speedup, even = self.speedup(method), _mean(parts, BREAK_EVEN)
         with_it = [table for table in self.tables if (table.rows["method"] == method).any()]
