@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command
+from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import json_text
 from dflash_bench.core.labels import WIDTH, wrapped
 from dflash_bench.core.terminal import note, say, terminal_width, wide
@@ -31,12 +32,22 @@ def models(
             help="Only models with such a draft: dflash, dflash2, dspark, jetspec, eagle3, mtp and others.",
         ),
     ] = None,
+    engines: Annotated[
+        bool, Option("--engines", help="Which kinds of drafts load on vLLM, SGLang, llama.cpp and others, and how.")
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """List the models and their drafts, or one with its forward pass.
 
     Shows how drafts were trained, what is already on this disk, and what fits this machine.
     """
+    if engines:
+        from dflash_bench.models import engines as found_engines
+
+        if name is not None or kind is not None:
+            raise UserError("--engines lists all kinds of drafts; leave out NAME and --kind")
+        say(json_text(found_engines.as_json()) if as_json else found_engines.text(terminal_width(WIDTH)))
+        return
     from dflash_bench.models import catalogue
 
     if name is None:
@@ -108,7 +119,7 @@ def convert(
         str,
         Option(
             metavar="FORMAT",
-            help="The format to write: zlab, speculators, deepspec, specforge, nvidia, safeailab or gguf.",
+            help="The format to write: zlab, speculators, deepspec, specforge, nvidia, safeailab, lmdeploy or gguf.",
         ),
     ],
     target: Annotated[

@@ -331,6 +331,22 @@ class Program:
 # Dialects, by name.
 
 
+PUBLISHED = "as published"
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Which drafts an engine computes, as of a version and a date: facts about others grow old."""
+
+    version: str
+    date: str
+    """Year and month in which the facts were read."""
+    kinds: Mapping[str, str]
+    """By the id of a kind (`draft_kinds.KINDS`): how it loads, or what is computed in its place."""
+    tried: str = "not tried here"
+    """What of it ran here."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     name: str
@@ -364,6 +380,7 @@ class Dialect:
     """The remedy for a finding, by the finding's code."""
     program: Program | None = None
     """How `--launch` starts such a server."""
+    support: Support | None = None
 
     @property
     def counters_rule(self) -> str:

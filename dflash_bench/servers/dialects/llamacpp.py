@@ -18,6 +18,7 @@ from dflash_bench.core.dialects import (
     Program,
     ServerInfo,
     ServerRequest,
+    Support,
 )
 from dflash_bench.servers.dialects import openai
 from dflash_bench.servers.stream import StreamState, as_count, as_ids, as_object, as_text
@@ -135,6 +136,9 @@ def _speculation(spec: LaunchSpec) -> list[str]:
     ]
 
 
+AS_GGUF = "after convert --to gguf"
+
+
 DIALECT = Dialect(
     "llamacpp",
     (PROPS,),
@@ -186,5 +190,19 @@ DIALECT = Dialect(
         ("DFlash", "JetSpec", "DFlash 2", "DSpark"),
         "LLAMA_API_KEY",
         argv,
+    ),
+    support=Support(
+        "b11549",
+        "2026-11",
+        {
+            "dflash": f"{AS_GGUF}; not for Qwen2 targets",
+            "jetspec": AS_GGUF,
+            "dflash2": AS_GGUF,
+            "dspark": f"{AS_GGUF}, with the vanilla head",
+            "eagle3": f"{AS_GGUF}; not for Qwen2 targets",
+            "mtp": "in the target's GGUF file, of Qwen3.5",
+            "draft-model": "as a GGUF file",
+        },
+        tried="golden drafts were decoded on it",
     ),
 )

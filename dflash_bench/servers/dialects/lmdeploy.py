@@ -14,6 +14,7 @@ from dflash_bench.core.dialects import (
     Program,
     ServerInfo,
     ServerRequest,
+    Support,
 )
 from dflash_bench.servers.dialects import openai
 from dflash_bench.servers.stream import StreamState, as_ids, as_object, as_text
@@ -118,5 +119,15 @@ DIALECT = Dialect(
         },
         dtypes=("bfloat16", "float16", "auto"),
         key_option="--api-keys",
+    ),
+    support=Support(
+        "0.18.0",
+        "2026-11",
+        {
+            "dflash": "after convert --to lmdeploy, for Qwen3 and Qwen3.5",
+            "eagle3": "after convert --to lmdeploy, for Llama",
+            "mtp": "in the target's checkpoint, of DeepSeek, Qwen3.5 and others",
+        },
+        tried="its checks of drafts ran here",
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_bench.core.dialects import Dialect, ServerRequest
+from dflash_bench.core.dialects import PUBLISHED, Dialect, ServerRequest, Support
 from dflash_bench.servers.dialects import openai
 
 
@@ -26,4 +26,5 @@ DIALECT = Dialect(
     openai.read,
     takes_ids=False,
     remedies={"uncounted": "mlx_lm.server reports nothing about what it accepts; speed and exactness need no counts"},
+    support=Support("0.32.2", "2026-11", {"draft-model": PUBLISHED}),
 )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_bench.core.dialects import (
+    PUBLISHED,
     UNMEASURED,
     AcceptanceCounts,
     AnswerError,
@@ -18,6 +19,7 @@ from dflash_bench.core.dialects import (
     Program,
     ServerInfo,
     ServerRequest,
+    Support,
 )
 from dflash_bench.servers.dialects import openai
 from dflash_bench.servers.stream import StreamState, as_count, as_ids, as_object, as_text, version_of
@@ -187,5 +189,16 @@ DIALECT = Dialect(
         "",
         argv,
         lacks={"synthetic": "it takes a mean length (SGLANG_SIMULATE_ACC_LEN), not a rate per token"},
+    ),
+    support=Support(
+        "main",
+        "2026-08",
+        {
+            "dflash": PUBLISHED,
+            "dflash2": PUBLISHED,
+            "dspark": PUBLISHED,
+            "eagle3": f"{PUBLISHED}, as a chain or a tree",
+            "mtp": "in the target's checkpoint",
+        },
     ),
 )

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_bench.core.dialects import UNMEASURED, CountingRule, Dialect, Pages, ServerInfo, ServerRequest
+from dflash_bench.core.dialects import (
+    PUBLISHED,
+    UNMEASURED,
+    CountingRule,
+    Dialect,
+    Pages,
+    ServerInfo,
+    ServerRequest,
+    Support,
+)
 from dflash_bench.servers.dialects import openai
 from dflash_bench.servers.stream import StreamState, as_object, version_of
 
@@ -61,4 +70,7 @@ DIALECT = Dialect(
     remedies={
         "uncounted": "put 'per_request_spec_decode_stats: true' into the file for trtllm-serve --extra_llm_api_options"
     },
+    support=Support(
+        "1.3.0rc27", "2026-08", {"dflash": PUBLISHED, "eagle3": PUBLISHED, "mtp": "in the target's checkpoint"}
+    ),
 )

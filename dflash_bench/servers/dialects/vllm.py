@@ -8,6 +8,7 @@ from typing import Any
 
 from dflash_bench.core.dialects import (
     IMPOSED,
+    PUBLISHED,
     CountingRule,
     Dialect,
     LaunchSpec,
@@ -15,6 +16,7 @@ from dflash_bench.core.dialects import (
     Program,
     ServerInfo,
     ServerRequest,
+    Support,
 )
 from dflash_bench.servers.dialects import openai
 from dflash_bench.servers.stream import StreamState, as_count, as_object, version_of
@@ -143,5 +145,19 @@ DIALECT = Dialect(
         "VLLM_API_KEY",
         argv,
         COUNTING,
+    ),
+    support=Support(
+        "0.32.0",
+        "2026-11",
+        {
+            "dflash": PUBLISHED,
+            "dflash2": f"{PUBLISHED}, on a GPU",
+            "dspark": f"{PUBLISHED}, on a GPU",
+            "jetspec": "read as DFlash, unless its config.json says is_causal",
+            "eagle3": PUBLISHED,
+            "p-eagle": "after convert --to speculators",
+            "mtp": "in the target's checkpoint, its first module alone",
+        },
+        tried="golden drafts were decoded on it",
     ),
 )

@@ -1,0 +1,48 @@
+"""Which kind of draft loads on which engine: what the dialects of servers declare, with version and date."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from dflash_bench.core.dialects import DIALECTS, Dialect, Support
+from dflash_bench.core.draft_kinds import KINDS, name_of_kind
+from dflash_bench.core.labels import wrapped
+
+NOT = "not known to load"
+SERVED = tuple(kind for kind in KINDS if kind != "block-diffusion")
+"""Kinds that some server could have."""
+
+
+def supports() -> Iterator[tuple[Dialect, Support]]:
+    for dialect in DIALECTS.values():
+        if dialect.support is not None:
+            yield dialect, dialect.support
+
+
+def as_json() -> list[dict[str, Any]]:
+    """Return for each engine the kinds that it computes, and how they load."""
+    return [
+        {
+            "engine": dialect.name,
+            "version": found.version,
+            "date": found.date,
+            "tried": found.tried,
+            "kinds": {kind: found.kinds.get(kind) for kind in SERVED},
+        }
+        for dialect, found in supports()
+    ]
+
+
+def text(width: int) -> str:
+    """Return each engine with the kinds that it computes, and those that it does not."""
+    lines: list[str] = []
+    for dialect, found in supports():
+        lines.append(f"{dialect.name} {found.version} ({found.date}; {found.tried})")
+        longest = max(len(name_of_kind(kind)) for kind in SERVED)
+        for kind in (kind for kind in SERVED if kind in found.kinds):
+            line = f"  {name_of_kind(kind):<{longest}}  {found.kinds[kind]}"
+            lines += wrapped(line, width, others=" " * (longest + 4)).splitlines()
+        left = [name_of_kind(kind) for kind in SERVED if kind not in found.kinds]
+        lines += [*wrapped(f"  {NOT}: {', '.join(left)}", width, others="      ").splitlines(), ""]
+    return "\n".join([*lines, "This project's engine computes all of them, as published."])

@@ -1,0 +1,44 @@
+"""Which drafts load on which engine: declared once for readers, and once for launching, and the two agree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from dflash_bench.core.dialects import DIALECTS
+from dflash_bench.core.draft_kinds import FAMILY, KINDS
+from dflash_bench.models import engines
+from helpers.refusals import assert_refused
+
+Main = Callable[..., tuple[int, str, str]]
+
+
+def test_what_can_be_launched_is_what_is_listed() -> None:
+    programs = [(one.program, one.support) for one in DIALECTS.values() if one.program is not None]
+    assert len(programs) >= 4
+    for program, support in programs:
+        assert support is not None
+        read_otherwise = {kind for kind, how in support.kinds.items() if how.startswith("read as")}
+        listed = {FAMILY[kind] for kind in {*support.kinds} & {*FAMILY} - read_otherwise}
+        assert listed == {*program.kinds}, program.name
+        others = {*program.methods} & {*KINDS} - {"dflash"}
+        assert others <= {*support.kinds}, program.name
+
+
+def test_all_kinds_are_named_for_every_engine(main: Main) -> None:
+    code, out, err = main("models", "--engines", "--json")
+    assert (code, err) == (0, "")
+    told = {one["engine"]: one for one in json.loads(out)}
+    assert {"vllm", "sglang", "llamacpp", "lmdeploy", "tensorrt_llm"} <= {*told}
+    assert all({*one["kinds"]} == {*engines.SERVED} and one["version"] and one["date"] for one in told.values())
+    assert "lmdeploy" in told["lmdeploy"]["kinds"]["dflash"] and told["vllm"]["kinds"]["domino"] is None
+
+
+def test_the_list_fits_a_narrow_terminal() -> None:
+    lines = engines.text(80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("not known to load" in line for line in lines) == len(list(engines.supports()))
+
+
+def test_it_lists_all_or_none(main: Main) -> None:
+    assert_refused(main("models", "nano", "--engines"), "--engines")
