@@ -185,8 +185,17 @@ def card(
             "speculation_profile.json to put beside the draft.",
         ),
     ] = None,
+    curve: Annotated[
+        Path | None,
+        Option(
+            "--curve",
+            metavar="FILE",
+            help="Write the acceptance length for 1 to 8 drafted tokens, as YAML, to impose it on a server.",
+        ),
+    ] = None,
     method: Annotated[
-        str | None, Option(metavar="NAME", help="With --profile: the method, if the run has several that draft.")
+        str | None,
+        Option(metavar="NAME", help="With --profile or --curve: the method, if the run has several that draft."),
     ] = None,
     allow: options.AllowParts = None,
 ) -> None:
@@ -194,13 +203,15 @@ def card(
     from dflash_bench import api, report
     from dflash_bench.report import hub_card
 
-    if method is not None and profile is None:
-        raise UserError("--method has no effect without --profile FILE")
+    if method is not None and profile is None and curve is None:
+        raise UserError("--method has no effect without --profile FILE or --curve FILE")
     document = api.load(found_one(run), allow or ()).document
     if profile is not None:
         _write_profile(document, method, profile)
-        if hub is None:
-            return
+    if curve is not None:
+        _write_curve(document, method, curve)
+    if (profile is not None or curve is not None) and hub is None:
+        return
     if hub is None:
         say(report.card(document, wide()), end="")
         return
@@ -213,12 +224,26 @@ def card(
 def _write_profile(document: Document, method: str | None, path: Path) -> None:
     from dflash_bench.analysis import speculation
 
-    if method is None and len(document.methods) != 1:
-        listed = ", ".join(document.methods) or "none"
-        raise UserError(f"a profile is of one method; give --method NAME, one that drafts in this run: {listed}")
-    made = speculation.as_json(document.results, method or document.methods[0])
+    made = speculation.as_json(document.results, _one_method(document, method, "a profile"))
     write_output(path, f"{json_lines(made)}\n")
     note(f"wrote {path}: {made['num_rounds']:,} rounds of {made['num_prompts']:,} prompts")
+
+
+def _write_curve(document: Document, method: str | None, path: Path) -> None:
+    from dflash_bench.replay import curve
+
+    one = _one_method(document, method, "a curve")
+    curves = curve.curves_of(document.results, one)
+    write_output(path, curve.text(curves, document.results, one))
+    note(f"wrote {path}: 1 to {max(curves[0].lengths)} drafted tokens, {curves[0].num_prompts:,} prompts")
+
+
+def _one_method(document: Document, method: str | None, what: str) -> str:
+    """Return the given method, or the run's only one that drafts. Raises UserError if there are several."""
+    if method is None and len(document.methods) != 1:
+        listed = ", ".join(document.methods) or "none"
+        raise UserError(f"{what} is of one method; give --method NAME, one that drafts in this run: {listed}")
+    return method or document.methods[0]
 
 
 @app.command(cls=Command)

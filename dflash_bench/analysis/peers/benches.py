@@ -62,8 +62,19 @@ def _objects(path: Path) -> Iterator[tuple[str, Any]]:
         for number, line in enumerate(lines, start=1):
             where = f"{path} line {number}" if len(lines) > 1 else str(path)
             yield where, files.parse_json(where, line)
+    elif path.suffix in (".yaml", ".yml"):
+        yield str(path), _yaml_of(path)
     else:
         yield str(path), files.json_of(path)
+
+
+def _yaml_of(path: Path) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(files.text_of(path))
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())[:120]}") from error
 
 
 def _recognised(path: Path, where: str, content: Any) -> list[BenchResult]:
@@ -286,6 +297,27 @@ def _specforge(where: str, result: Mapping[str, Any]) -> Iterator[BenchResult]:
                 )
 
 
+# InferenceX's golden acceptance lengths, and those of `card --curve`: by model, thinking mode and drafted tokens.
+
+
+MODES = ("thinking_on", "thinking_off")
+
+
+def _is_curve(result: Mapping[str, Any]) -> bool:
+    return bool(result) and all(isinstance(modes, dict) and modes and {*modes} <= {*MODES} for modes in result.values())
+
+
+def _curve(where: str, result: Mapping[str, Any]) -> Iterator[BenchResult]:
+    for model, modes in result.items():
+        for mode, lengths in modes.items():
+            if not isinstance(lengths, dict):
+                raise UserError(f"{where}: {mode} of {model} is not a list of lengths by drafted tokens")
+            for drafted in lengths:
+                name = f"{where} {mode}, {drafted} drafted"
+                figures = {"al.pooled": _number(name, lengths, drafted)}
+                yield BenchResult(name, "curve", str(model), figures=_known(figures))
+
+
 @dataclass(frozen=True, slots=True)
 class BenchKind:
     """A kind of result files: their program, how to recognise them, and how to read them."""
@@ -310,6 +342,7 @@ KINDS: dict[str, BenchKind] = {
     "specdec_bench": BenchKind("its acceptance rates, with Average_AL", lambda result: LENGTHS in result, _specdec),
     "profile": BenchKind("speculation_profile.json", lambda result: "conditional_accept_rates" in result, _profile),
     "SpecForge": BenchKind("the JSON of bench_eagle3", _is_specforge, _specforge),
+    "curve": BenchKind("the YAML of InferenceX's golden acceptance lengths, or of card --curve", _is_curve, _curve),
 }
 
 
