@@ -28,7 +28,12 @@ from dflash_bench.servers.dialects.openai import COUNTS
 from dflash_bench.servers.prometheus import CounterPage
 from dflash_bench.servers.stream import StreamState
 
-REFUSABLE = {COUNTS: COUNTS, "stream_options": "stream_options", "max_tokens": "max_completion_tokens"}
+REFUSABLE = {
+    COUNTS: COUNTS,
+    "stream_options": "stream_options",
+    "max_tokens": "max_completion_tokens",
+    "return_meta_info": "return_meta_info",
+}
 """Fields that a server may refuse, with the name in its error: a missing option, or the new name of the limit."""
 SETTLES_S = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Waits in seconds for a server to count an answer it has already sent."""

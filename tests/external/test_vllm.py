@@ -20,19 +20,37 @@ import torch
 from served import Measured, Prompts
 
 from dflash_bench.core.environment import describe, one_line
+from dflash_bench.core.types import Generation
 from dflash_bench.diagnose.compare_counts import CrosscheckResult, fitting_causes
 from dflash_bench.diagnose.show import sentence
+from dflash_bench.replay.curve import curves_of
+from dflash_bench.results import store, table
 from dflash_bench.servers.launch import program_named
 
 pytestmark = pytest.mark.vllm
 PER_SUITE, MAX_NEW_TOKENS, MODEL = 8, 128, "nano"
-METHODS = ("dflash", "eagle3")
+METHODS = ("dflash", "eagle3", "eagle3:3")
+ORDERED = "eagle3"
+"""The method whose rounds in order are replayed as `eagle3:3`, and held to that server."""
 HERE = Path(__file__).parent / "servers"
 PROGRAM, PLUGINS = HERE / "vllm_server_here", HERE / "vllm_plugin"
 AS_RELEASED, PER_LAYER = "dflash", "dflash, norm per layer"
 CAUSE = "the first layer's norm for all"
+SHORT, WITHIN = 3, 0.02
 KERNEL_ERROR = 1e-4
 """A float32 norm is within 1e-6 of the formula; one with another layer's weight is wrong in its first digit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """Rounds that vLLM told in order: of how many answers, and what their replay gives beside a server of its own."""
+
+    num_answers: int
+    num_told: int
+    num_equal: int
+    """Answers whose every round accepts what our engine's does, as far as the answer goes."""
+    replayed: float
+    measured: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +60,7 @@ class Found:
     measurement: Measured
     checked: dict[str, CrosscheckResult]
     fault: str
+    ordered: Ordered
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +80,17 @@ def found(
         measurement = served.measured(asked, urls, METHODS, folder)
         drafting = {label: url for label, url in urls.items() if label != "ar"}
         checked = {one.method: one for one in served.checked(asked, drafting)}
+    ordered = in_order(folder)
     if fault:
         plugged = [serving for serving in servings if serving.method.label == "dflash"]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(PLUGINS))
             with served.started(program_named("vllm"), PROGRAM, plugged, folder / "plugged") as urls:
                 (checked[PER_LAYER],) = served.checked(asked, urls)
-    write_page("servers/vllm-nano-cpu.md", page(command("vllm"), measurement, checked, fault, versions(python)))
-    return Found(measurement, checked, fault)
+    write_page(
+        "servers/vllm-nano-cpu.md", page(command("vllm"), measurement, checked, fault, versions(python), ordered)
+    )
+    return Found(measurement, checked, fault, ordered)
 
 
 def test_every_token_is_the_models_own(found: Found) -> None:
@@ -78,6 +100,41 @@ def test_every_token_is_the_models_own(found: Found) -> None:
 def test_accepted_drafts_are_counted_as_ours_are(found: Found) -> None:
     assert found.checked.keys() >= set(METHODS)
     assert list(problems(found.checked, found.fault)) == []
+
+
+def test_its_rounds_in_order_are_our_engines_and_are_replayed(found: Found) -> None:
+    ordered = found.ordered
+    assert ordered.num_told == ordered.num_equal == ordered.num_answers
+    assert ordered.replayed == pytest.approx(ordered.measured, rel=WITHIN)
+
+
+def in_order(folder: Path) -> Ordered:
+    """Compare the rounds of the server's answers, one at a time, with our engine's."""
+    theirs, ours = (answers(folder / name) for name in ("server", "engine"))
+    told = {place: one for place, one in theirs.items() if one.accepted is not None}
+    equal = [place for place, one in told.items() if within(one) == within(ours[place])]
+    (curve,) = curves_of(table.read_run(folder / "server"), ORDERED)
+    measured = next(
+        line.al_pooled
+        for line in served.lines_of(folder / "server", "server", ())
+        if (line.method, line.concurrency) == (f"{ORDERED}:{SHORT}", 1)
+    )
+    assert measured is not None
+    return Ordered(len(theirs), len(told), len(equal), curve.lengths[SHORT].value, measured)
+
+
+def answers(run: Path) -> dict[tuple[str, str, int], Generation]:
+    """The answers by ORDERED, one at a time, by suite, prompt and turn."""
+    return {
+        (one.suite, one.prompt_id, one.turn): one.generation
+        for one in store.load(run)[1]
+        if one.method == ORDERED and one.settings.concurrency == 1
+    }
+
+
+def within(answer: Generation) -> list[int]:
+    """The accepted drafts of each round, without those beyond the answer's end, which engines count differently."""
+    return [min(kept, size) for kept, size in zip(answer.accepted or (), answer.emitted or (), strict=True)]
 
 
 def norm_fault(python: Path) -> str:
@@ -112,7 +169,12 @@ def versions(python: Path) -> str:
 
 
 def page(
-    command: str, measurement: Measured, checked: dict[str, CrosscheckResult], fault: str, theirs: str
+    command: str,
+    measurement: Measured,
+    checked: dict[str, CrosscheckResult],
+    fault: str,
+    theirs: str,
+    ordered: Ordered,
 ) -> list[str]:
     env = describe()
     blocks = [
@@ -127,6 +189,12 @@ def page(
             f"A fault of this vLLM, measured here by itself: {fault}. It changes what is accepted, and no token. Each "
             f'of its DFlash figures above has it; the section "{PER_LAYER}" below has not.'
         )
+    blocks += [
+        "## Rounds in order",
+        f"vLLM told the rounds of {ordered.num_told} of {ordered.num_answers} answers by `{ORDERED}`; in "
+        f"{ordered.num_equal}, every round accepts what our engine's does. Replayed with {SHORT} drafted tokens, they "
+        f"give {ordered.replayed:.3f} tokens per round; a server that drafts {SHORT} has {ordered.measured:.3f}.",
+    ]
     for name, one in checked.items():
         blocks += served.crosscheck_section(f"`crosscheck`: {name}", one)
     return blocks

@@ -22,6 +22,8 @@ COUNTED_BY = [
     ({"dialect": "sglang"}, "sglang.request"),
     ({"dialect": "sglang", "spec_names": "none"}, "sglang.derived"),
     ({"dialect": "sglang", "has_cumulative_ids": False}, "sglang.request"),
+    # As 0.5.23: in a stream it refuses return_meta_info.
+    ({"dialect": "sglang", "spec_names": "details", "refuses": ("return_meta_info",)}, "sglang.request"),
     ({"dialect": "vllm", "has_metrics": False}, None),
     ({"dialect": "openai"}, None),
 ]

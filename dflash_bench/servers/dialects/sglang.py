@@ -35,7 +35,8 @@ PROPERTIES = tuple(
 )
 PROPOSED = ("spec_proposed_drafts", "spec_num_proposed_drafts", "spec_draft_token_num")
 ACCEPTED = ("spec_accepted_drafts", "spec_num_correct_drafts", "spec_accept_token_num")
-"""Names by version, newest first."""
+HISTOGRAM = ("spec_accept_histogram", "spec_correct_drafts_histogram")
+"""Names by version; 0.5.23 (November 2026) has `spec_num_proposed_drafts` and what goes with it."""
 
 
 def identify(pages: Pages) -> ServerInfo | None:
@@ -51,7 +52,9 @@ def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
     settings = request.settings
     sampling = openai.filters(settings, top_k=settings.top_k or -1, temperature=settings.temperature)
     if request.prompt_ids is None:
-        return openai.CHAT, openai.chat_body(request) | sampling | {"return_meta_info": True}
+        # Newer versions refuse `return_meta_info` in a stream, and give counts in `sglext`; older ones ignore that.
+        counts = {"return_meta_info": True, "return_spec_tokens_details": True}
+        return openai.CHAT, openai.chat_body(request) | sampling | counts
     sampling["max_new_tokens"] = request.max_new_tokens
     return "/generate", {"input_ids": list(request.prompt_ids), "sampling_params": sampling, "stream": True}
 
@@ -59,7 +62,8 @@ def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
 def read(event: Mapping[str, Any], state: StreamState) -> None:
     if event.get("error") is not None or "choices" in event:
         openai.read(event, state)
-        _read_meta(as_object(event.get("meta_info") or openai.first_choice(event).get("meta_info")), state)
+        meta = as_object(event.get("meta_info") or openai.first_choice(event).get("meta_info"))
+        _read_meta({**meta, **as_object(as_object(event.get("sglext")).get("spec_tokens_details"))}, state)
         return
     meta = as_object(event.get("meta_info"))
     given, num, before = as_ids(event.get("output_ids")), as_count(meta.get("completion_tokens")), len(state.token_ids)
@@ -95,7 +99,8 @@ def _read_meta(meta: Mapping[str, Any], state: StreamState) -> None:
         for names in (PROPOSED, ACCEPTED)
     )
     if accepted is not None:
-        state.set_acceptance("sglang.request", rounds, proposed, accepted, meta.get("spec_accept_histogram"))
+        histogram = next((meta[name] for name in HISTOGRAM if name in meta), None)
+        state.set_acceptance("sglang.request", rounds, proposed, accepted, histogram)
     elif state.num_tokens is not None:
         # A negative count is refused later.
         derived = state.num_tokens - 1 - rounds if rounds else 0
@@ -191,12 +196,13 @@ DIALECT = Dialect(
         lacks={"synthetic": "it takes a mean length (SGLANG_SIMULATE_ACC_LEN), not a rate per token"},
     ),
     support=Support(
-        "main",
-        "2026-08",
+        "0.5.23",
+        "2026-11",
         {
             "dflash": PUBLISHED,
             "dflash2": PUBLISHED,
             "dspark": PUBLISHED,
+            "domino": PUBLISHED,
             "eagle3": f"{PUBLISHED}, as a chain or a tree",
             "mtp": "in the target's checkpoint",
         },

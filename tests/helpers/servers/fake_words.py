@@ -95,7 +95,7 @@ class Behaviour:
     key: str | None = None
     is_loading: bool = False
     spec_names: str = "new"
-    """How SGLang's meta_info names drafts: new, or none (only spec_verify_ct)."""
+    """How SGLang names drafts: new, none (only spec_verify_ct), or details (0.5.23, in a chat beside the choices)."""
     has_cumulative_ids: bool = True
     raw: Callable[[str], Iterable[bytes] | None] = lambda _: None
     """Responses by path, byte for byte, instead of everything else; then the connection ends."""
@@ -158,9 +158,13 @@ class Said:
                 "num_spec_tokens": self.does.block,
                 **({"acceptance_histogram": self.count.histogram} if self.does.counts_positions else {}),
             }
+        beside: dict[str, Any] = {}
         if self.does.dialect == "sglang" and is_last:
-            choice["meta_info"] = self.spec_meta() | {"completion_tokens": num}
-        return {"id": "c", "object": "chunk", "choices": [choice], **self.so_far(num)}
+            if self.does.spec_names == "details":
+                beside["sglext"] = {"spec_tokens_details": self.spec_meta()}
+            else:
+                choice["meta_info"] = self.spec_meta() | {"completion_tokens": num}
+        return {"id": "c", "object": "chunk", "choices": [choice], **beside, **self.so_far(num)}
 
     def lmdeploy_meta(self, num: int, finish: str | None) -> dict[str, Any]:
         reason = None if finish is None else {"type": finish}
@@ -170,6 +174,9 @@ class Said:
         if not self.does.block:
             return {}
         meta: dict[str, Any] = {"spec_verify_ct": self.count.drafts}
+        if self.does.spec_names == "details":
+            meta |= {"spec_num_correct_drafts": self.count.accepted, "spec_num_proposed_drafts": self.count.drafted}
+            meta |= {"spec_correct_drafts_histogram": self.count.histogram}
         if self.does.spec_names == "new":
             meta |= {"spec_accepted_drafts": self.count.accepted, "spec_proposed_drafts": self.count.drafted}
             meta |= {"spec_accept_histogram": self.count.histogram} if self.does.counts_positions else {}
