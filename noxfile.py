@@ -113,6 +113,16 @@ def lmdeploy(session: nox.Session) -> None:
 
 
 @nox.session
+def sglang(session: nox.Session) -> None:
+    """SGLang's command line on the CPU; its server needs CUDA (1.5 GB, once)."""
+    beside = """
+        torch transformers accelerate safetensors numpy requests psutil pillow fastapi uvicorn aiohttp pydantic pyzmq
+        orjson ipython msgspec einops partial_json_parser compressed-tensors xgrammar openai prometheus_client
+        """
+    against_server(session, *CONSTRAINTS, *beside.split(), bare=("sglang==0.5.23",))
+
+
+@nox.session
 def ray(session: nox.Session) -> None:
     """Workers of Ray, killed in mid-run (about 1.5 GB, once). Linux only; needs two processors."""
     session.install(*CONSTRAINTS, "-e", ".[dev,ray]")
