@@ -232,10 +232,16 @@ def command(name: str, changed: Mapping[str, object]) -> str:
     for key, value in changed.items():
         flag = f"--{key.replace('_', '-')}"
         for one in value if isinstance(value, list) else [value]:
-            is_path = isinstance(one, Path) or os.sep in str(one)
-            shown = Path(str(one)).name if is_path and Path(str(one)).is_file() else "FOLDER" if is_path else str(one)
-            words += [flag] if one is True else [flag, shown]
+            words += [flag] if one is True else [flag, _without_path(str(one))]
     return shlex.join(words)
+
+
+def _without_path(word: str) -> str:
+    """Return a word with FOLDER for a folder, a file's name for a file, also after NAME=."""
+    name, equals, path = word.rpartition("=")
+    if os.sep not in path:
+        return word
+    return f"{name}{equals}{Path(path).name if Path(path).is_file() else 'FOLDER'}"
 
 
 def deliver(about: Known, made: Made, output: Path) -> None:

@@ -60,7 +60,7 @@ answer so far, or in earlier answers.
 {passed}
 
 Model-written code ran in a cage without a network. Intervals are over tasks alone (Wilson's). The published rates are
-of the unquantised model, with prompts and tests of EvalPlus; MBPP there is 378 tasks, here the first {mbpp} of its test
+of the unquantised model, with prompts and tests of EvalPlus; MBPP there is 378 tasks, here the first tasks of its test
 set.
 
 {copied}
@@ -107,6 +107,7 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--draft", action="append", default=[], metavar="METHOD=FOLDER", help="a draft to measure, too; may be repeated"
     )
+    parser.add_argument("--suite", choices=sorted(LIMITS), help="only this suite, on a page of its own")
     parser.add_argument("--no-int8", action="store_true", help="leave out the runs in int8, and what they say")
     parser.add_argument("--limit", type=int, help="number of prompts of each suite (164 and 200)")
     parser.add_argument(
@@ -132,8 +133,9 @@ def make(work: Work, options: Namespace) -> Made:
     has_counters = any(energy.POWERCAP.glob(energy.ZONES))
     made: dict[str, list[Document]] = {}
     wanted = groups(options.draft, not options.no_int8)
+    limits = {suite: limit for suite, limit in LIMITS.items() if options.suite in (None, suite)}
     for group in wanted:
-        for suite, limit in LIMITS.items():
+        for suite, limit in limits.items():
             run = work.run(
                 group.run_name(suite),
                 "--target",
@@ -155,19 +157,20 @@ def make(work: Work, options: Namespace) -> Made:
                 *(["--energy"] if has_counters else []),
             )
             made.setdefault(group.title, []).append(document.read_document(run))
-    name = f"speed/code-{target.stem}"
-    widest = work.plots(work.folder / wanted[bool(options.draft)].run_name("humaneval")) / "positions.svg"
-    text = page(work, target, made, has_counters)
-    return Made({f"{name}.md": text, f"{name}-positions.svg": widest})
+    first = next(iter(limits))
+    name = f"code-{target.stem}" + (f"-{first}" if options.suite else "")
+    widest = work.plots(work.folder / wanted[bool(options.draft)].run_name(first)) / "positions.svg"
+    picture = f"![acceptance by place in the draft, {first}]({name}-positions.svg)"
+    text = page(work, target, made, picture, has_counters)
+    return Made({f"speed/{name}.md": text, f"speed/{name}-positions.svg": widest})
 
 
-def page(work: Work, target: Path, made: Mapping[str, Sequence[Document]], has_counters: bool) -> str:
+def page(work: Work, target: Path, made: Mapping[str, Sequence[Document]], picture: str, has_counters: bool) -> str:
     runs = [run for group in made.values() for run in group]
     first = runs[0].results.info
     sections = [
         f"## {title}\n\n" + "\n\n".join(measured(run) for run in documents) for title, documents in made.items()
     ]
-    picture = f"![acceptance by place in the draft, HumanEval](code-{target.stem}-positions.svg)"
     return HEAD.format(
         model=target.stem,
         command=work.command,
@@ -182,7 +185,6 @@ def page(work: Work, target: Path, made: Mapping[str, Sequence[Document]], has_c
         lost=lost(runs),
         memory="\n".join(f"- {title}: {memory(runs[0].results.info)}." for title, runs in made.items()),
         energy=COUNTED if has_counters else NO_COUNTERS,
-        mbpp=next(cell.num_prompts for run in runs for cell in run.cells if cell.suite == "mbpp"),
         notes="\n\n".join(dict.fromkeys(note for run in runs for note in columns.notes(run.cells))),
     )
 

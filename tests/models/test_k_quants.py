@@ -106,7 +106,7 @@ def test_every_answer_is_exact_in_float32_and_in_int8(made: dict[str, list[Docum
 
 
 def test_the_studys_page_has_every_run(made: dict[str, list[Document]], file: Path, tmp_path: Path) -> None:
-    text = real.page(Work(tmp_path, "scripts/study real"), file, made, has_counters=False)
+    text = real.page(Work(tmp_path, "scripts/study real"), file, made, "![places](p.svg)", has_counters=False)
     lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
     for suite in real.LIMITS:
         of_suite = [line for line in lines if line[0].startswith(f"| {suite} ")]
