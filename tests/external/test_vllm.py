@@ -26,17 +26,19 @@ from dflash_bench.diagnose.show import sentence
 from dflash_bench.replay.curve import curves_of
 from dflash_bench.results import store, table
 from dflash_bench.servers.launch import program_named
+from studies._study import bench
 
 pytestmark = pytest.mark.vllm
 PER_SUITE, MAX_NEW_TOKENS, MODEL = 8, 128, "nano"
-METHODS = ("dflash", "eagle3", "eagle3:3")
+METHODS = ("dflash", "eagle3")
 ORDERED = "eagle3"
-"""The method whose rounds in order are replayed as `eagle3:3`, and held to that server."""
+"""The method whose rounds in order are replayed with fewer tokens, and held to a server that drafts so many."""
 HERE = Path(__file__).parent / "servers"
 PROGRAM, PLUGINS = HERE / "vllm_server_here", HERE / "vllm_plugin"
 AS_RELEASED, PER_LAYER = "dflash", "dflash, norm per layer"
 CAUSE = "the first layer's norm for all"
 SHORT, WITHIN = 3, 0.02
+SHORTER = f"{ORDERED}:{SHORT}"
 KERNEL_ERROR = 1e-4
 """A float32 norm is within 1e-6 of the formula; one with another layer's weight is wrong in its first digit."""
 
@@ -80,6 +82,9 @@ def found(
         measurement = served.measured(asked, urls, METHODS, folder)
         drafting = {label: url for label, url in urls.items() if label != "ar"}
         checked = {one.method: one for one in served.checked(asked, drafting)}
+    short = [one for one in served.servings(program_named("vllm"), PROGRAM, asked, [SHORTER]) if one.draft is not None]
+    with served.started(program_named("vllm"), PROGRAM, short, folder / "shorter") as urls:
+        bench("run", *asked.words, "--server", f"{ORDERED}={urls[SHORTER]}", "--out", folder / "short", allowed=(0, 1))
     ordered = in_order(folder)
     if fault:
         plugged = [serving for serving in servings if serving.method.label == "dflash"]
@@ -114,11 +119,8 @@ def in_order(folder: Path) -> Ordered:
     told = {place: one for place, one in theirs.items() if one.accepted is not None}
     equal = [place for place, one in told.items() if within(one) == within(ours[place])]
     (curve,) = curves_of(table.read_run(folder / "server"), ORDERED)
-    measured = next(
-        line.al_pooled
-        for line in served.lines_of(folder / "server", "server", ())
-        if (line.method, line.concurrency) == (f"{ORDERED}:{SHORT}", 1)
-    )
+    (line,) = served.lines_of(folder / "short", "server", ())
+    measured = line.al_pooled
     assert measured is not None
     return Ordered(len(theirs), len(told), len(equal), curve.lengths[SHORT].value, measured)
 
