@@ -502,7 +502,12 @@ def draft_of(kind: str, **changes: Any) -> DFlashDraft | Eagle3Draft:
         ("safeailab", "eagle3", {"qk_norm": True}, "query_and_key_norms"),
         ("safeailab", "eagle3", {"norm_before_residual": True}, "norm_before_residual"),
         ("safeailab", "eagle3", {"target_layer_ids": (0, 1, 2)}, "taps_that_start_with_layer_0"),
-        ("zlab", "eagle3", {}, "eagle3: 'zlab'; known: deepspec, safeailab"),
+        ("lmdeploy", "dflash", {"num_target_layers": None}, "does not declare the target's number of layers"),
+        ("lmdeploy", "dflash", {"target_layer_ids": (2, 1)}, "do not rise"),
+        ("lmdeploy", "eagle3", {"num_target_layers": None}, "does not declare the target's number of layers"),
+        ("lmdeploy", "eagle3", {}, "lmdeploy taps"),
+        ("lmdeploy", "eagle3", {"norm_output": True}, "norm_output"),
+        ("zlab", "eagle3", {}, "eagle3: 'zlab'; known: deepspec, lmdeploy, safeailab"),
     ],
 )
 def test_what_a_format_cannot_hold_is_refused_by_name(
