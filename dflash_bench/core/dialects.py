@@ -202,7 +202,8 @@ def _add_up(counts: AcceptanceCounts) -> bool:
         return False
     if drafted is not None and (len(drafted), sum(drafted)) != (counts.rounds, counts.drafted):
         return False
-    return None in (accepted, drafted) or all(kept <= most for kept, most in zip(accepted, drafted, strict=True))  # type: ignore[arg-type]
+    # Both are as many as the rounds, unless one is unknown.
+    return all(kept <= most for kept, most in zip(accepted or (), drafted or (), strict=False))
 
 
 def emitted_in_order(accepted: Sequence[int], num_tokens: int) -> tuple[int, ...] | None:
