@@ -2,7 +2,8 @@
 
 Ours name their blocks in `block_diffusion`. SDAR (arXiv 2510.06303) is Qwen3 with blocks at multiples of their size,
 whose slots predict their own tokens; it names them beside the sizes. Dream (arXiv 2508.15487) is Qwen2 that sees the
-whole text in both directions, without blocks.
+whole text in both directions, without blocks; so does LLaDA (arXiv 2502.09992), a Llama under other names, whose slots
+predict their own tokens.
 """
 
 from __future__ import annotations
@@ -10,8 +11,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-SAME_AS = {"sdar": "qwen3", "sdar_moe": "qwen3_moe", "Dream": "qwen2"}
+SAME_AS = {"sdar": "qwen3", "sdar_moe": "qwen3_moe", "Dream": "qwen2", "llada": "llama"}
 """The architecture of transformers that computes each model of another name."""
+LLADA = {
+    "d_model": "hidden_size",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "n_layers": "num_hidden_layers",
+    "mlp_hidden_size": "intermediate_size",
+    "embedding_size": "vocab_size",
+    "max_sequence_length": "max_position_embeddings",
+    "weight_tying": "tie_word_embeddings",
+}
+"""Its keys of config.json, and Llama's."""
+LLADA_TENSORS = {
+    r"model\.transformer\.wte\.": "model.embed_tokens.",
+    r"model\.transformer\.ln_f\.": "model.norm.",
+    r"model\.transformer\.ff_out\.": "lm_head.",
+    r"\.attn_norm\.": ".input_layernorm.",
+    r"\.ff_norm\.": ".post_attention_layernorm.",
+    r"\.q_proj\.": ".self_attn.q_proj.",
+    r"\.k_proj\.": ".self_attn.k_proj.",
+    r"\.v_proj\.": ".self_attn.v_proj.",
+    r"\.attn_out\.": ".self_attn.o_proj.",
+    r"\.ff_proj\.": ".mlp.gate_proj.",
+    r"\.up_proj\.": ".mlp.up_proj.",
+    r"\.ff_out\.": ".mlp.down_proj.",
+    r"model\.transformer\.blocks\.": "model.layers.",
+}
+"""Its tensors by patterns, and Llama's, in the order in which they are renamed."""
 KEY, ALIGNED, SEES_ALL = "block_diffusion", "is_aligned", "sees_all"
 SDAR_MASK = 151669
 """The mask's id, where config.json does not name it."""
@@ -21,8 +49,9 @@ def settings_of(config: Mapping[str, Any]) -> Any:
     """Return block size, mask and kind of a model's blocks by its config.json, or None if it has none."""
     if config.get("model_type") not in SAME_AS:
         return config.get(KEY)
-    if config["model_type"] == "Dream":
-        return {"mask_token_id": config.get("mask_token_id"), SEES_ALL: True}
+    if config["model_type"] in ("Dream", "llada"):
+        own = {ALIGNED: True} if config["model_type"] == "llada" else {}
+        return {"mask_token_id": config.get("mask_token_id"), SEES_ALL: True, **own}
     mask = config.get("mask_token_id", SDAR_MASK)
     return {"block_size": config.get("block_size"), "mask_token_id": mask, ALIGNED: True}
 
@@ -35,4 +64,6 @@ def usual_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if (model_type := SAME_AS.get(str(config.get("model_type")))) is None:
         return None
     kept = {name: value for name, value in config.items() if name not in ("auto_map", "architectures")}
+    if model_type == "llama":
+        kept |= {usual: config[name] for name, usual in LLADA.items() if name in config}
     return {**kept, "model_type": model_type, KEY: settings_of(config)}

@@ -343,6 +343,8 @@ def load(folder: Path, device: str, dtype: torch.dtype | str, placement: Placeme
     options: dict[str, Any] = {"trust_remote_code": placement.trust_remote_code}
     if block_models.usual_config(read_config(folder)) is not None:
         options["config"] = config_of(folder)
+        if read_config(folder).get("model_type") == "llada":
+            options["key_mapping"] = block_models.LLADA_TENSORS
     if placement.spread:
         options["device_map"] = "auto"
     try:

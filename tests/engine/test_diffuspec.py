@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import parse
 from dflash_bench.engine.drafters import block_diffusion, diffuspec
 from dflash_bench.engine.drafters.diffuspec import LengthController, TextModel, best_path, kept_guesses
 from dflash_bench.engine.target import Target
-from dflash_bench.models import loading, targets
+from dflash_bench.models import block_models, loading, targets
 from dflash_bench.models.block_models import ALIGNED, SEES_ALL
 from engine.test_block_diffusion import MASK, NEW, PROMPTS, sure
 from helpers.each import each
@@ -125,6 +126,43 @@ def test_the_length_follows_what_was_drafted_and_grows_while_all_is_accepted() -
     assert controller.length == 9  # the means are 9 and 3
     controller.learn(2, 2)
     assert controller.length == 6
+
+
+def test_llada_is_read_under_its_own_names(tmp_path: Path) -> None:
+    model = tiny("llama")
+    usual = model.config
+    ours = {"model_type": "llada", "architectures": ["LLaDAModelLM"], "mask_token_id": MASK, "rope_theta": 10000.0}
+    ours |= {own: getattr(usual, name) for own, name in block_models.LLADA.items()}
+    ours |= {"vocab_size": usual.vocab_size, "rms_norm_eps": usual.rms_norm_eps}
+    names = {
+        "model.embed_tokens": "wte", "model.norm": "ln_f", "lm_head": "ff_out", "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ff_norm", "self_attn.q_proj": "q_proj", "self_attn.k_proj": "k_proj",
+        "self_attn.v_proj": "v_proj", "self_attn.o_proj": "attn_out", "mlp.gate_proj": "ff_proj",
+        "mlp.up_proj": "up_proj", "mlp.down_proj": "ff_out",
+    }  # fmt: skip
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        for old, new in names.items():
+            name = name.replace(f"{old}.", f"{new}.")
+        tensors[f"model.transformer.{name.removeprefix('model.').replace('layers.', 'blocks.')}"] = tensor.contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(ours))
+    loading.check_blocks(tmp_path, ours)
+    loaded = targets.load(tmp_path, "cpu", torch.float32)
+    assert loaded.config.block_diffusion == {"mask_token_id": MASK, SEES_ALL: True, ALIGNED: True}
+    assert all(torch.equal(own, model.state_dict()[name]) for name, own in loaded.state_dict().items())
+
+
+def test_a_slot_of_llada_predicts_itself() -> None:
+    reader = native(tiny("llama"))
+    text, count = (3, 4, 5), 2
+    found = {}
+    for is_aligned in (False, True):
+        guesser = diffuspec.WholeTextGuesser(reader, MASK, is_aligned)
+        guesser.begin(1, 16)
+        found[is_aligned] = guesser.guess(0, text, count)
+    # The last of a shifted model's slots is the first of an aligned one's.
+    torch.testing.assert_close(found[False][1], found[True][0])
 
 
 def test_dream_is_read_without_its_code_and_cannot_answer_alone(tmp_path: Path) -> None:

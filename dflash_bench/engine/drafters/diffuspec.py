@@ -46,10 +46,13 @@ class Guesser(Protocol):
 
 
 class WholeTextGuesser:
-    """A model that sees the whole text in both directions, and whose slot k predicts token k + 1: Dream."""
+    """A model that sees the whole text in both directions: Dream, whose slot k predicts token k + 1.
 
-    def __init__(self, reader: Target, mask_token_id: int) -> None:
-        self.reader, self.mask_token_id = reader, mask_token_id
+    If `is_aligned`, every slot predicts its own token: LLaDA.
+    """
+
+    def __init__(self, reader: Target, mask_token_id: int, is_aligned: bool = False) -> None:
+        self.reader, self.mask_token_id, self.is_aligned = reader, mask_token_id, is_aligned
 
     def begin(self, num_rows: int, capacity: int) -> None:
         self.reader.begin(1, capacity)
@@ -59,7 +62,8 @@ class WholeTextGuesser:
 
     def guess(self, row: int, text: Text, count: int) -> Tensor:
         tokens = torch.tensor([[*text, *[self.mask_token_id] * count]], device=self.reader.device)
-        some = torch.arange(len(text) - 1, len(text) - 1 + count)
+        first = len(text) - (not self.is_aligned)
+        some = torch.arange(first, first + count)
         output = self.reader.forward(tokens, [0], keep_logits=some, counts=[0], whole_block=True)
         return output.logits[0]
 
@@ -108,7 +112,7 @@ def build(models: Models, target: Target, method: Method) -> DiffuSpecDrafter:
     reader = target_like(target, model)
     guesser: Guesser
     if known.get(SEES_ALL):
-        guesser = WholeTextGuesser(reader, known["mask_token_id"])
+        guesser = WholeTextGuesser(reader, known["mask_token_id"], bool(known.get(ALIGNED)))
         most = method.number("n")
     else:
         is_aligned = bool(known.get(ALIGNED))
