@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_bench.core import plugins
+from dflash_bench.core.draft_kinds import FAMILY
 from dflash_bench.core.methods import Method
 from dflash_bench.core.plugins import Registry
 from dflash_bench.core.types import Message, Settings, template_input
@@ -301,18 +302,39 @@ IMPOSED = ("rates", "profile", "category", "base")
 """The options of `synthetic` for programs that can accept drafts at given rates."""
 
 
+PUBLISHED = "as published"
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """The kinds of drafts that an engine loads, with the version and the month in which this was checked."""
+
+    version: str
+    date: str
+    """YYYY-MM"""
+    kinds: Mapping[str, str]
+    """How each kind loads, by its id in `draft_kinds.KINDS`, such as "as published"; other kinds are not known to."""
+    tested: str = "not tested"
+    """What this project has run of it."""
+    not_launched: tuple[str, ...] = ()
+    """Kinds of DFlash's family that `--launch` refuses, although the engine loads them."""
+
+
+GGUF = "gguf"
+"""A format of `convert --to`; servers that read it read targets in it, too."""
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     name: str
     """The name in `--launch NAME`."""
     executable: str
     """Looked up on the PATH unless the user gives a path."""
-    wants_gguf: bool
-    """Loads weights from GGUF files instead of folders."""
+    draft_format: str | None
+    """The format of `convert --to` in which it reads drafts; None if it reads publishers' own files."""
     methods: Mapping[str, tuple[str, ...]]
     """The supported methods, besides plain decoding, each with the options that can be set."""
-    kinds: tuple[str, ...]
-    """The supported kinds of drafts for the method dflash, by their publishers' files."""
+    support: Support
     key_variable: str
     """The environment variable that holds the API key it requires."""
     argv: Callable[[LaunchSpec, int], list[str]]
@@ -321,31 +343,24 @@ class Program:
     """The last arguments of a drafting server, which only make it report its rounds."""
     lacks: Mapping[str, str] = field(default_factory=dict)
     """The known reason why a method cannot be launched, by method."""
-    draft_format: str | None = None
-    """The format of `convert --to` in which it reads drafts; None: it reads several publishers' own."""
     targets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The architectures of targets for which it drafts by a method, if not for all."""
+    """The architectures of targets that a method is limited to, by method."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16", "auto")
     key_option: str = "--api-key"
+    """The option that sets the API key."""
+
+    @property
+    def wants_gguf(self) -> bool:
+        return self.draft_format == GGUF
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Return the names of the kinds of DFlash's family that it is launched with."""
+        launched = {*self.support.kinds} - {*self.support.not_launched}
+        return tuple(name for kind, name in FAMILY.items() if kind in launched)
 
 
 # Dialects, by name.
-
-
-PUBLISHED = "as published"
-
-
-@dataclass(frozen=True, slots=True)
-class Support:
-    """Which drafts an engine computes, as of a version and a date: facts about others grow old."""
-
-    version: str
-    date: str
-    """Year and month in which the facts were read."""
-    kinds: Mapping[str, str]
-    """By the id of a kind (`draft_kinds.KINDS`): how it loads, or what is computed in its place."""
-    tried: str = "not tried here"
-    """What of it ran here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +396,12 @@ class Dialect:
     """The remedy for a finding, by the finding's code."""
     program: Program | None = None
     """How `--launch` starts such a server."""
-    support: Support | None = None
+    own_support: Support | None = None
+    """The support of a server that `--launch` does not start; see `support`."""
+
+    @property
+    def support(self) -> Support | None:
+        return self.own_support if self.program is None else self.program.support
 
     @property
     def counters_rule(self) -> str:

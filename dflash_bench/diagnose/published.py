@@ -11,7 +11,7 @@ from dflash_bench.core.draft_kinds import name_of_kind
 from dflash_bench.core.methods import BASELINE, parse
 from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
-from dflash_bench.servers.launch import ServerFlags, added_by_draft
+from dflash_bench.servers.launch import ServerFlags, flags_of
 
 QUANTISED = re.compile(r"[-_.](i?q\d|[bf]+p?16|fp8|int[48]|w\d|awq|gptq|gguf|nvfp4|mxfp4).*", re.IGNORECASE)
 """What publishers append to a model's name for the same model in another form."""
@@ -66,13 +66,10 @@ def _flags(name: str, preset: Preset, key: str, program: Program | None) -> Serv
     if program is None or method.name not in program.methods or number is None:
         return None
     kind = name_of_kind(preset.kind(key))
-    if method.name == "dflash" and kind not in program.kinds:
+    if method.name in program.targets or (method.name == "dflash" and kind not in program.kinds):
         return None
     reference = preset.drafts[key].partition("@")[0]
-    draft = f"{reference.rpartition('/')[2]}.gguf" if program.wants_gguf else reference
     target = preset.target.partition("@")[0]
     plain = LaunchSpec(parse(BASELINE), name, target, None, None, 1, 1, "auto", 0.9, kind=kind)
-    drafting = LaunchSpec(method, name, target, draft, number, 1, 1, "auto", 0.9, kind=kind)
-    added = added_by_draft(program, plain, drafting)
-    first = ("convert", reference, draft, "--to", "gguf", "--target", name) if program.wants_gguf else ()
-    return ServerFlags(added.program, added.words, first)
+    drafting = LaunchSpec(method, name, target, None, number, 1, 1, "auto", 0.9, kind=kind)
+    return flags_of(program, plain, drafting, reference, name)

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_bench.core.dialects import GGUF
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.models import formats, gguf_writer, packed, targets, weights
 from dflash_bench.models.formats import base, fit
 from dflash_bench.models.formats.base import Checkpoint, Format
 
-GGUF = "gguf"
-"""The name of llama.cpp's format: a single file, for targets too."""
 SHARED = {"dflash": (base.EMBEDDING, base.HEAD), "eagle3": (base.EMBEDDING,), "p-eagle": (base.EMBEDDING,)}
 """Tensors that a draft may take from its target; EAGLE-3 and P-EAGLE always have their own head."""
 

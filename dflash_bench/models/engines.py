@@ -27,7 +27,7 @@ def as_json() -> list[dict[str, Any]]:
             "engine": dialect.name,
             "version": found.version,
             "date": found.date,
-            "tried": found.tried,
+            "tested": found.tested,
             "kinds": {kind: found.kinds.get(kind) for kind in SERVED},
         }
         for dialect, found in supports()
@@ -38,7 +38,7 @@ def text(width: int) -> str:
     """Return each engine with the kinds that it computes, and those that it does not."""
     lines: list[str] = []
     for dialect, found in supports():
-        lines.append(f"{dialect.name} {found.version} ({found.date}; {found.tried})")
+        lines.append(f"{dialect.name} {found.version} ({found.date}; {found.tested})")
         longest = max(len(name_of_kind(kind)) for kind in SERVED)
         for kind in (kind for kind in SERVED if kind in found.kinds):
             line = f"  {name_of_kind(kind):<{longest}}  {found.kinds[kind]}"

@@ -12,14 +12,14 @@ from itertools import accumulate
 from operator import mul
 from pathlib import Path
 
-from dflash_bench.core.dialects import LaunchSpec, Program
+from dflash_bench.core.dialects import GGUF, LaunchSpec, Program
 from dflash_bench.core.draft_kinds import FAMILY
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import METHODS, SYNTHETIC, Method, parse
 from dflash_bench.core.secrets import Arguments
 from dflash_bench.models import formats, gguf, memory, mtp_heads, presets, targets
 from dflash_bench.models.configs import optional
-from dflash_bench.models.convert import GGUF, convert
+from dflash_bench.models.convert import convert
 from dflash_bench.models.formats.base import DraftConfig
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.loading import free_bytes
@@ -99,37 +99,23 @@ def computes(program: Program, spec: LaunchSpec) -> bool:
 
 
 def server_flags(request: RunRequest, model: Preset, method: Method) -> tuple[ServerFlags, ...]:
-    """Return the flags for this method, per program: only the program to launch, or all that support the method.
-
-    A draft's GGUF file has the name under which `convert` would write it into the current folder.
-    """
+    """Return the flags for this method, per program: only the program to launch, or all that support the method."""
     programs = servers_launch.programs() if request.launch is None else [servers_launch.program_named(request.launch)]
     able = [program for program in programs if can_draft(program, method)]
     if not able:
         return ()
     home = model.target if gguf.is_file(model.target) else str(targets.find_target(model.target))
     plain = LaunchSpec(parse(BASELINE), request.name, home, None, None, 1, 1, "auto", GPU_SHARE)
-    config = None
+    config = reference = None
     if method.draft is not None and method.name != presets.MTP:
-        reference = model.reference(method.draft)
-        config = _draft_config(targets.find_draft(reference), home)
+        reference = _without_revision(model.reference(method.draft))
+        config = _draft_config(targets.find_draft(model.reference(method.draft)), home)
         plain = replace(plain, kind=getattr(config, "kind", ""), shifted=getattr(config, "shifted_labels", False))
     found = []
-    for program in [program for program in able if computes(program, plain)]:
-        draft = None
-        if method.draft is not None and method.name != presets.MTP:
-            name = presets.name(reference)
-            own = name.rpartition("/")[2]
-            written = {GGUF: f"{own}.gguf", None: _without_revision(reference)}
-            form = GGUF if program.wants_gguf else program.draft_format
-            draft = written.get(form, f"{own}-{form}")
-        drafting = replace(plain, method=method, draft=draft, num_drafts=_num_drafts(method, model, config))
-        flags = servers_launch.added_by_draft(program, plain, drafting)
-        if draft is not None and form is not None:
-            # Converting a draft needs the target's folder, not its GGUF file.
-            words = ("convert", _without_revision(reference), draft, "--to", form, "--target", request.name)
-            flags = replace(flags, first=words)
-        found.append(flags)
+    for program in able:
+        if computes(program, plain) and _refused_target(program, method, home) is None:
+            drafting = replace(plain, method=method, num_drafts=_num_drafts(method, model, config))
+            found.append(servers_launch.flags_of(program, plain, drafting, reference, request.name))
     return tuple(found)
 
 
@@ -191,7 +177,8 @@ def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], obje
         plain = replace(plain, target=str(_converted(home, None, GGUF, tell)))
     specs = [plain]
     for method in resolved.methods[1:]:
-        _require_target(program, method, home)
+        if (refused := _refused_target(program, method, home)) is not None:
+            raise UserError(refused)
         base, rates = imposed(program, method)
         drafter, own = base or method, replace(plain, method=method, base=base, rates=rates)
         if method.draft is None:
@@ -216,23 +203,26 @@ def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], obje
                 f"--launch {program.name} cannot draft by {method.label}, a {drafting.kind} draft; of its family it "
                 f"computes {', '.join(program.kinds)}"
             )
-        form = GGUF if program.wants_gguf else program.draft_format
-        weights = draft if form is None else _converted(str(draft), home, form, tell)
+        weights = draft
+        if program.draft_format is not None:
+            weights = _converted(str(draft), home, program.draft_format, tell)
         specs.append(replace(drafting, draft=str(weights)))
     return specs
 
 
-def _require_target(program: Program, method: Method, home: str) -> None:
-    """Raise UserError for a target to which the program does not let this method's draft read."""
+def _refused_target(program: Program, method: Method, home: str) -> str | None:
+    """Return why the program does not draft by this method for the target; None if it does."""
     known = program.targets.get(method.name)
     if known is None or gguf.is_file(home):
-        return
+        return None
     names = read_config(Path(home)).get("architectures") or ()
-    if not {*names} & {*known}:
-        raise UserError(
-            f"--launch {program.name} drafts by {method.label} for {', '.join(known)} only, and this target is "
-            f"{', '.join(names) or 'of no named architecture'}; leave the method out, or use another program"
-        )
+    if {*names} & {*known}:
+        return None
+    return (
+        f"--launch {program.name} supports {method.label} for {', '.join(known)} only, not for "
+        f"{', '.join(names) or 'a target without architectures in config.json'}; leave the method out, or use another "
+        "program"
+    )
 
 
 def _require_own_heads(home: str, are_apart: bool) -> None:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -74,6 +74,21 @@ def added_by_draft(program: Program, plain: LaunchSpec, drafting: LaunchSpec) ->
     own = own[: len(own) - len(program.counting)] if own[-len(program.counting) :] == [*program.counting] else own
     assert own[: len(given)] == given, f"{program.name} is told how to draft in the middle"
     return ServerFlags(program.name, tuple(own[len(given) :]))
+
+
+def flags_of(
+    program: Program, plain: LaunchSpec, drafting: LaunchSpec, reference: str | None, target: str
+) -> ServerFlags:
+    """Return the arguments of `drafting` with the draft at `reference`, after the command that converts it, if any.
+
+    The converted draft has the name under which `convert` writes it into the current folder.
+    """
+    if reference is None or program.draft_format is None:
+        return added_by_draft(program, plain, replace(drafting, draft=reference))
+    bare = reference.partition("@")[0].rstrip("/").rpartition("/")[2]
+    written = f"{bare}.gguf" if program.wants_gguf else f"{bare}-{program.draft_format}"
+    flags = added_by_draft(program, plain, replace(drafting, draft=written))
+    return replace(flags, first=("convert", reference, written, "--to", program.draft_format, "--target", target))
 
 
 def executable(program: Program, given: str | None) -> str:

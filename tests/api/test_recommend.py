@@ -222,6 +222,10 @@ def test_servers_are_told_what_a_launched_one_is_told() -> None:
     assert found["llama.cpp"].words[-2:] == ("--spec-draft-n-max", "7")
     assert found["llama.cpp"].first[:1] == ("convert",) and found["llama.cpp"].words[1] == found["llama.cpp"].first[2]
     assert json.loads(found["vllm"].words[1])["num_speculative_tokens"] == 7
+    assert found["lmdeploy"].first[3:5] == ("--to", "lmdeploy")
+    by_eagle3 = launch.server_flags(RunRequest(), preset("nano"), methods.parse("eagle3:3"))
+    # nano is a Qwen3.
+    assert {one.program for one in by_eagle3} == {"vllm", "sglang", "llama.cpp"}
     lookup = {one.program: one for one in launch.server_flags(RunRequest(), preset("nano"), methods.parse("ngram:4"))}
     assert {name: one.first for name, one in lookup.items()} == {"vllm": (), "sglang": (), "llama.cpp": ()}
     assert launch.server_flags(RunRequest(), preset("nano"), methods.parse("ddtree:7")) == ()

@@ -16,7 +16,7 @@ import pytest
 import served
 from served import Prompts
 
-from dflash_bench.core.dialects import LaunchSpec, Program
+from dflash_bench.core.dialects import LaunchSpec, Program, Support
 from dflash_bench.core.environment import describe, one_line
 from dflash_bench.core.types import Answer
 from dflash_bench.report.tables import in_markdown, markdown
@@ -56,17 +56,18 @@ def mlx_words(serving: LaunchSpec, port: int) -> list[str]:
     return ["--model", serving.target, "--host", "127.0.0.1", "--port", str(port)]
 
 
+NOTHING = Support("", "", {})
 KINDS = {
     "transformers_serve": Kind(
         "transformers serve",
-        Program("transformers serve", "transformers", False, {}, (), "", transformers_words),
+        Program("transformers serve", "transformers", None, {}, NOTHING, "", transformers_words),
         # It is like any OpenAI-compatible server, and its template would think unless told otherwise.
         ("--thinking", "off"),
         ("transformers", "torch"),
     ),
     "mlx": Kind(
         "mlx_lm.server",
-        Program("mlx_lm.server", "mlx_lm.server", False, {}, (), "", mlx_words),
+        Program("mlx_lm.server", "mlx_lm.server", None, {}, NOTHING, "", mlx_words),
         ("--dialect", "mlx"),
         ("mlx-lm", "mlx"),
     ),

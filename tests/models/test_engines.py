@@ -18,9 +18,7 @@ def test_what_can_be_launched_is_what_is_listed() -> None:
     assert len(programs) >= 4
     for program, support in programs:
         assert support is not None
-        read_otherwise = {kind for kind, how in support.kinds.items() if how.startswith("read as")}
-        listed = {FAMILY[kind] for kind in {*support.kinds} & {*FAMILY} - read_otherwise}
-        assert {*program.kinds} <= listed, program.name
+        assert {*support.not_launched} <= {*support.kinds} & {*FAMILY}, program.name
         others = {*program.methods} & {*KINDS} - {"dflash"}
         assert others <= {*support.kinds}, program.name
 

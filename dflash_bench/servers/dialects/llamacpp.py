@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_bench.core.dialects import (
+    GGUF,
     IMPOSED,
     AcceptanceCounts,
     AnswerError,
@@ -139,6 +140,21 @@ def _speculation(spec: LaunchSpec) -> list[str]:
 AS_GGUF = "after convert --to gguf"
 
 
+SUPPORT = Support(
+    "b11549",
+    "2026-11",
+    {
+        "dflash": f"{AS_GGUF}; not for Qwen2 targets",
+        "jetspec": AS_GGUF,
+        "dflash2": AS_GGUF,
+        "dspark": f"{AS_GGUF}, with the vanilla head",
+        "eagle3": f"{AS_GGUF}; not for Qwen2 targets",
+        "mtp": "in the target's GGUF file, of Qwen3.5",
+        "draft-model": "as a GGUF file",
+    },
+    tested="golden cases tested",
+)
+
 DIALECT = Dialect(
     "llamacpp",
     (PROPS,),
@@ -185,24 +201,10 @@ DIALECT = Dialect(
     program=Program(
         "llama.cpp",
         "llama-server",
-        True,
+        GGUF,
         {"dflash": ("n", "block"), "eagle3": ("n",), "mtp": ("n",), "ngram": ("n", "max"), "synthetic": IMPOSED},
-        ("DFlash", "JetSpec", "DFlash 2", "DSpark"),
+        SUPPORT,
         "LLAMA_API_KEY",
         argv,
-    ),
-    support=Support(
-        "b11549",
-        "2026-11",
-        {
-            "dflash": f"{AS_GGUF}; not for Qwen2 targets",
-            "jetspec": AS_GGUF,
-            "dflash2": AS_GGUF,
-            "dspark": f"{AS_GGUF}, with the vanilla head",
-            "eagle3": f"{AS_GGUF}; not for Qwen2 targets",
-            "mtp": "in the target's GGUF file, of Qwen3.5",
-            "draft-model": "as a GGUF file",
-        },
-        tried="golden drafts were decoded on it",
     ),
 )

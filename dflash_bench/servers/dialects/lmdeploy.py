@@ -78,6 +78,17 @@ def _speculation(spec: LaunchSpec) -> list[str]:
     return ["--speculative-algorithm", spec.method.name, "--speculative-draft-model", spec.draft, *number]
 
 
+SUPPORT = Support(
+    "0.18.0",
+    "2026-11",
+    {
+        "dflash": "after convert --to lmdeploy, for Qwen3 and Qwen3.5",
+        "eagle3": "after convert --to lmdeploy, for Llama",
+        "mtp": "in the target's checkpoint, of DeepSeek, Qwen3.5 and others",
+    },
+    tested="its checks of drafts tested",
+)
+
 DIALECT = Dialect(
     NAME,
     (openai.MODELS,),
@@ -102,16 +113,15 @@ DIALECT = Dialect(
     program=Program(
         NAME,
         NAME,
-        False,
+        NAME,
         {"dflash": ("n", "block"), "eagle3": ("n",)},
-        ("DFlash",),
+        SUPPORT,
         "",
         argv,
         lacks={
             "mtp": "its name of the method depends on the target (deepseek_mtp, qwen3_5_mtp, hy3_mtp); start the "
             "server yourself, and give it as --server"
         },
-        draft_format=NAME,
         # Others hand a draft no layers: an EAGLE-3 draft then reads the last one alone, without a word.
         targets={
             "dflash": ("Qwen3ForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
@@ -119,15 +129,5 @@ DIALECT = Dialect(
         },
         dtypes=("bfloat16", "float16", "auto"),
         key_option="--api-keys",
-    ),
-    support=Support(
-        "0.18.0",
-        "2026-11",
-        {
-            "dflash": "after convert --to lmdeploy, for Qwen3 and Qwen3.5",
-            "eagle3": "after convert --to lmdeploy, for Llama",
-            "mtp": "in the target's checkpoint, of DeepSeek, Qwen3.5 and others",
-        },
-        tried="its checks of drafts ran here",
     ),
 )

@@ -26,5 +26,5 @@ DIALECT = Dialect(
     openai.read,
     takes_ids=False,
     remedies={"uncounted": "mlx_lm.server reports nothing about what it accepts; speed and exactness need no counts"},
-    support=Support("0.32.2", "2026-11", {"draft-model": PUBLISHED}),
+    own_support=Support("0.32.2", "2026-11", {"draft-model": PUBLISHED}),
 )

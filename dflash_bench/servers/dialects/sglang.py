@@ -146,6 +146,20 @@ def _speculation(spec: LaunchSpec, num_drafts: int) -> list[str]:
     return ["--speculative-algorithm", algorithm, *draft, *numbers.get(algorithm, levels)]
 
 
+SUPPORT = Support(
+    "0.5.23",
+    "2026-11",
+    {
+        "dflash": PUBLISHED,
+        "dflash2": PUBLISHED,
+        "dspark": PUBLISHED,
+        "domino": PUBLISHED,
+        "eagle3": f"{PUBLISHED}, as a chain or a tree",
+        "mtp": "in the target's checkpoint",
+    },
+    not_launched=("domino",),
+)
+
 DIALECT = Dialect(
     "sglang",
     INFO,
@@ -182,7 +196,7 @@ DIALECT = Dialect(
     program=Program(
         "sglang",
         "sglang",
-        False,
+        None,
         {
             "dflash": ("n", "block"),
             "eagle3": ("n",),
@@ -190,21 +204,9 @@ DIALECT = Dialect(
             "mtp": ("n",),
             "ngram": ("n",),
         },
-        ("DFlash", "DFlash 2", "DSpark"),
+        SUPPORT,
         "",
         argv,
         lacks={"synthetic": "it takes a mean length (SGLANG_SIMULATE_ACC_LEN), not a rate per token"},
-    ),
-    support=Support(
-        "0.5.23",
-        "2026-11",
-        {
-            "dflash": PUBLISHED,
-            "dflash2": PUBLISHED,
-            "dspark": PUBLISHED,
-            "domino": PUBLISHED,
-            "eagle3": f"{PUBLISHED}, as a chain or a tree",
-            "mtp": "in the target's checkpoint",
-        },
     ),
 )

@@ -70,7 +70,7 @@ DIALECT = Dialect(
     remedies={
         "uncounted": "put 'per_request_spec_decode_stats: true' into the file for trtllm-serve --extra_llm_api_options"
     },
-    support=Support(
+    own_support=Support(
         "1.3.0rc27", "2026-08", {"dflash": PUBLISHED, "eagle3": PUBLISHED, "mtp": "in the target's checkpoint"}
     ),
 )

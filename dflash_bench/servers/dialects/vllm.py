@@ -99,6 +99,22 @@ def _speculation(spec: LaunchSpec) -> list[str]:
     return ["--speculative-config", json.dumps(speculation), *COUNTING]
 
 
+SUPPORT = Support(
+    "0.32.0",
+    "2026-11",
+    {
+        "dflash": PUBLISHED,
+        "dflash2": f"{PUBLISHED}, on a GPU",
+        "dspark": f"{PUBLISHED}, on a GPU",
+        "jetspec": "read as DFlash, unless its config.json says is_causal",
+        "eagle3": PUBLISHED,
+        "p-eagle": "after convert --to speculators",
+        "mtp": "in the target's checkpoint, its first module alone",
+    },
+    tested="golden cases tested",
+    not_launched=("jetspec",),
+)
+
 DIALECT = Dialect(
     "vllm",
     (VERSION, openai.MODELS),
@@ -131,7 +147,7 @@ DIALECT = Dialect(
     program=Program(
         "vllm",
         "vllm",
-        False,
+        None,
         {
             "dflash": ("n", "block"),
             "eagle3": ("n",),
@@ -140,24 +156,9 @@ DIALECT = Dialect(
             "ngram": ("n", "max", "min"),
             "synthetic": IMPOSED,
         },
-        # vLLM recognises a JetSpec draft only by a key that its publisher's files lack.
-        ("DFlash", "DFlash 2", "DSpark"),
+        SUPPORT,
         "VLLM_API_KEY",
         argv,
         COUNTING,
-    ),
-    support=Support(
-        "0.32.0",
-        "2026-11",
-        {
-            "dflash": PUBLISHED,
-            "dflash2": f"{PUBLISHED}, on a GPU",
-            "dspark": f"{PUBLISHED}, on a GPU",
-            "jetspec": "read as DFlash, unless its config.json says is_causal",
-            "eagle3": PUBLISHED,
-            "p-eagle": "after convert --to speculators",
-            "mtp": "in the target's checkpoint, its first module alone",
-        },
-        tried="golden drafts were decoded on it",
     ),
 )
