@@ -210,10 +210,9 @@ def card(
         _write_profile(document, method, profile)
     if curve is not None:
         _write_curve(document, method, curve)
-    if (profile is not None or curve is not None) and hub is None:
-        return
     if hub is None:
-        say(report.card(document, wide()), end="")
+        if profile is None and curve is None:
+            say(report.card(document, wide()), end="")
         return
     written = hub_card.write_hub_card(document, hub)
     if written is None:

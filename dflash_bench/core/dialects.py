@@ -170,6 +170,8 @@ def contradiction(
     after, emitted = max(num_tokens - 1, 0), counts.rounds + counts.accepted
     if min(rounds, accepted, drafted or 0) < 0 or accepted > (accepted if drafted is None else drafted):
         return "it counts less than nothing, or more accepted drafts than drafts"
+    if not _add_up(counts):
+        return "its counts per round do not add up to its totals"
     if rounds == 0:
         return None if emitted == (drafted or 0) == 0 else "it counts drafts without a round"
     if rounds > after:
@@ -183,8 +185,6 @@ def contradiction(
             f"its {rounds} rounds with {accepted} accepted drafts explain {emitted} of the {after} tokens after the "
             "first: it leaves out rounds that draft nothing, or miscounts"
         )
-    if not _add_up(counts):
-        return "its rounds one by one do not add up to its totals"
     longest = -(-(drafted or 0) // rounds)
     if counts.by_position is not None:
         longest = min(longest, sum(number > 0 for number in counts.by_position))

@@ -9,11 +9,10 @@ predict their own tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-SAME_AS = {"sdar": "qwen3", "sdar_moe": "qwen3_moe", "Dream": "qwen2", "llada": "llama"}
-"""The architecture of transformers that computes each model of another name."""
-LLADA = {
+LLADA_KEYS = {
     "d_model": "hidden_size",
     "n_heads": "num_attention_heads",
     "n_kv_heads": "num_key_value_heads",
@@ -23,7 +22,6 @@ LLADA = {
     "max_sequence_length": "max_position_embeddings",
     "weight_tying": "tie_word_embeddings",
 }
-"""Its keys of config.json, and Llama's."""
 LLADA_TENSORS = {
     r"model\.transformer\.wte\.": "model.embed_tokens.",
     r"model\.transformer\.ln_f\.": "model.norm.",
@@ -39,19 +37,44 @@ LLADA_TENSORS = {
     r"\.ff_out\.": ".mlp.down_proj.",
     r"model\.transformer\.blocks\.": "model.layers.",
 }
-"""Its tensors by patterns, and Llama's, in the order in which they are renamed."""
+"""In the order in which they are applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A model that an architecture of transformers computes, under another name."""
+
+    model_type: str
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Its keys of config.json, and the architecture's."""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """Patterns of its tensors' names, and what replaces them."""
+
+
+ALIASES = {
+    "sdar": Alias("qwen3"),
+    "sdar_moe": Alias("qwen3_moe"),
+    "Dream": Alias("qwen2"),
+    "llada": Alias("llama", LLADA_KEYS, LLADA_TENSORS),
+}
 KEY, ALIGNED, SEES_ALL = "block_diffusion", "is_aligned", "sees_all"
 SDAR_MASK = 151669
 """The mask's id, where config.json does not name it."""
 
 
+def alias_of(config: Mapping[str, Any]) -> Alias | None:
+    """Return the alias by which transformers computes a model, by its config.json; None if it needs none."""
+    return ALIASES.get(str(config.get("model_type")))
+
+
 def settings_of(config: Mapping[str, Any]) -> Any:
     """Return block size, mask and kind of a model's blocks by its config.json, or None if it has none."""
-    if config.get("model_type") not in SAME_AS:
+    if alias_of(config) is None:
         return config.get(KEY)
-    if config["model_type"] in ("Dream", "llada"):
-        own = {ALIGNED: True} if config["model_type"] == "llada" else {}
-        return {"mask_token_id": config.get("mask_token_id"), SEES_ALL: True, **own}
+    if config["model_type"] == "Dream":
+        return {"mask_token_id": config.get("mask_token_id"), SEES_ALL: True}
+    if config["model_type"] == "llada":
+        return {"mask_token_id": config.get("mask_token_id"), SEES_ALL: True, ALIGNED: True}
     mask = config.get("mask_token_id", SDAR_MASK)
     return {"block_size": config.get("block_size"), "mask_token_id": mask, ALIGNED: True}
 
@@ -61,9 +84,8 @@ def usual_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
     Its own code is left out, as transformers' computes the same.
     """
-    if (model_type := SAME_AS.get(str(config.get("model_type")))) is None:
+    if (alias := alias_of(config)) is None:
         return None
     kept = {name: value for name, value in config.items() if name not in ("auto_map", "architectures")}
-    if model_type == "llama":
-        kept |= {usual: config[name] for name, usual in LLADA.items() if name in config}
-    return {**kept, "model_type": model_type, KEY: settings_of(config)}
+    renamed = {usual: config[own] for own, usual in alias.keys.items() if own in config}
+    return {**kept, **renamed, "model_type": alias.model_type, KEY: settings_of(config)}

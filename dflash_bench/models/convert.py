@@ -65,15 +65,13 @@ def convert(reference: str, destination: Path, to: str, target: str | None, quan
     shared = targets.vocabulary_of(home) if home and not leaves_head else {}
     with_head = checkpoint.with_head(shared[base.HEAD]) if shared else checkpoint
     ready = with_head if stays else adapt(with_head, goal, shared)
-    notes, whole = [], ready
+    depth, known = "num_target_layers", ready
     if shape and goal.name in WANTS_DEPTH and ready.config.num_target_layers is None:
-        whole = replace(ready, config=replace(ready.config, num_target_layers=shape.num_layers))
-        notes = (
-            []
-            if goal.kind == "eagle3"
-            else [f"num_target_layers = {shape.num_layers} is taken from --target; the draft does not declare it"]
-        )
-    stored = goal.write(whole)
+        known = replace(ready, config=replace(ready.config, num_target_layers=shape.num_layers))
+    stored = goal.write(known)
+    notes = []
+    if known is not ready and depth in stored[0]:
+        notes = [f"{depth} = {stored[0][depth]} is taken from --target; the draft does not declare it"]
     weights.write_checkpoint(destination, *(stored if quantize is None else packed.pack(*stored)))
     return notes + [f"{goal.name} has no place for {what}: it is left out" for what in _lost(ready, destination)]
 

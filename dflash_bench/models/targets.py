@@ -341,10 +341,8 @@ def load(folder: Path, device: str, dtype: torch.dtype | str, placement: Placeme
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"trust_remote_code": placement.trust_remote_code}
-    if block_models.usual_config(read_config(folder)) is not None:
-        options["config"] = config_of(folder)
-        if read_config(folder).get("model_type") == "llada":
-            options["key_mapping"] = block_models.LLADA_TENSORS
+    if (alias := block_models.alias_of(read_config(folder))) is not None:
+        options |= {"config": config_of(folder), "key_mapping": dict(alias.tensors) or None}
     if placement.spread:
         options["device_map"] = "auto"
     try:

@@ -1,4 +1,4 @@
-"""The acceptance length of a draft by how many tokens it drafts, from one recorded run, as servers can impose it.
+"""The acceptance length of a draft by number of drafted tokens, from one run, for servers to impose.
 
 The file has the form of InferenceX's golden_al_distribution/*.yaml (August 2026): model, thinking mode, and for each
 number of drafted tokens the acceptance length, bonus token included.
@@ -7,8 +7,9 @@ number of drafted tokens the acceptance length, bonus token included.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from dflash_bench.analysis.peers import benches
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Settings
@@ -18,14 +19,14 @@ from dflash_bench.results.table import RunTable
 
 LONGEST = 8
 """Drafted tokens per round of the longest entry."""
-ON, OFF = "thinking_on", "thinking_off"
-IMPOSED = (
+ON, OFF = benches.MODES
+HOW_TO_IMPOSE = (
     'vLLM, in --speculative-config: "rejection_sample_method": "synthetic", "synthetic_acceptance_length": LENGTH',
     "SGLang: SGLANG_SIMULATE_ACC_LEN=LENGTH SGLANG_SIMULATE_ACC_METHOD=match-expected",
     "TensorRT-LLM: TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS=LENGTH-1, as it does not count the bonus token",
     "llama.cpp and vLLM take rates by position: card --profile, and run --launch with --method synthetic:profile=FILE",
 )
-"""How servers are made to accept so much, whatever they draft."""
+"""The options by which servers accept at a given length, whatever they draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,9 @@ def curves_of(run: RunTable, method: str) -> list[AcceptanceCurve]:
 
 def _curve(run: RunTable, settings: Settings, cells: Sequence[ReplayCell]) -> AcceptanceCurve:
     own = [cell for cell in cells if cell.settings == settings]
-    whole = ReplayCell("all", own[0].method, settings, tuple(one for cell in own for one in cell.answers), {})
+    # Suites may use the same prompt ids.
+    answers = (replace(one, prompt_id=f"{cell.suite}/{one.prompt_id}") for cell in own for one in cell.answers)
+    whole = ReplayCell("all", own[0].method, settings, tuple(answers), {})
     changes = changes_of(n=range(1, min(whole.most, LONGEST) + 1))
     if (why := why_not(whole, changes[0], run.info)) is not None:
         raise UserError(why)
@@ -81,7 +84,7 @@ def _lines(curves: Sequence[AcceptanceCurve], run: RunTable, method: str) -> Ite
         temperature = curve.settings.temperature
         yield f"# {curve.mode}: {curve.num_prompts} prompts of {suites}, temperature {temperature:g}, {how}"
     yield "# Imposed on servers:"
-    yield from (f"#   {line}" for line in IMPOSED)
+    yield from (f"#   {line}" for line in HOW_TO_IMPOSE)
     yield f"{info.identity.model}:"
     for curve in curves:
         yield f"  {curve.mode}:"

@@ -167,7 +167,9 @@ def _answer(row: dict[str, Any]) -> StoredAnswer:
         own = np.split(row["drafted_ids"], np.cumsum(drafted)[:-1])
         same = [np.array_equal(now[: ids.shape[1]], ids[at][: len(now)]) for now, at in zip(own, starts, strict=True)]
         num_off = int((~np.array(same) | (np.minimum(positions[starts], verified) != accepted)).sum())
-    draft_s, verify_s, round_s = (_sum(row[name]) for name in ("draft_s", "verify_s", "round_s"))
+    # Servers do not report the times of rounds.
+    times = (row[name] for name in ("draft_s", "verify_s", "round_s"))
+    draft_s, verify_s, round_s = (np.array([np.nan]) if one is None else one for one in times)
     return StoredAnswer(
         row["prompt_id"],
         len(row["token_ids"]) - 1,
@@ -175,27 +177,18 @@ def _answer(row: dict[str, Any]) -> StoredAnswer:
         drafted,
         accepted,
         verified,
-        draft_s,
-        verify_s,
-        round_s,
+        float(draft_s.sum()),
+        float(verify_s.sum()),
+        float(round_s.sum()),
         positions,
         scores,
         _ways(row) if row["drafted_parents"] is not None else None,
         num_off,
         row["recorded_draft_s"],
         row["recorded_verify_s"],
-        _median(row["draft_s"]),
-        _median(row["verify_s"]),
+        float(np.median(draft_s)),
+        float(np.median(verify_s)),
     )
-
-
-def _sum(seconds: Any) -> float:
-    """Return the sum over an answer's rounds; NaN for a server's, which have no times."""
-    return float("nan") if seconds is None else float(seconds.sum())
-
-
-def _median(seconds: Any) -> float:
-    return float("nan") if seconds is None else float(np.median(seconds))
 
 
 def _ways(row: dict[str, Any]) -> list[list[int]]:

@@ -132,7 +132,7 @@ def test_llada_is_read_under_its_own_names(tmp_path: Path) -> None:
     model = tiny("llama")
     usual = model.config
     ours = {"model_type": "llada", "architectures": ["LLaDAModelLM"], "mask_token_id": MASK, "rope_theta": 10000.0}
-    ours |= {own: getattr(usual, name) for own, name in block_models.LLADA.items()}
+    ours |= {own: getattr(usual, name) for own, name in block_models.LLADA_KEYS.items()}
     ours |= {"vocab_size": usual.vocab_size, "rms_norm_eps": usual.rms_norm_eps}
     names = {
         "model.embed_tokens": "wte", "model.norm": "ln_f", "lm_head": "ff_out", "input_layernorm": "attn_norm",

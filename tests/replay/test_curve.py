@@ -64,6 +64,15 @@ def test_the_file_is_yaml_that_import_reads(recorded: db.Run, main: Main) -> Non
     assert_refused(main("card", folder, "--method", "eagle3:4"), "--curve")
 
 
+def test_prompts_of_two_suites_are_not_taken_for_one(tmp_path: Path) -> None:
+    run = db.run(
+        model="nano", suite=["gsm8k", "math500"], methods=["eagle3:2"], limit=2, max_new_tokens=8, audit="none",
+        out=tmp_path / "run",
+    )  # fmt: skip
+    (found,) = curve.curves_of(run.document.results, "eagle3:2")
+    assert found.num_prompts == 4
+
+
 @each(
     "text",
     [

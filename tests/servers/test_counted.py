@@ -131,6 +131,11 @@ def test_rounds_that_do_not_add_up_count_nothing(accepted: list[int], drafted: l
     assert "do not add up" in (answer.uncounted or "")
 
 
+def test_rounds_in_order_of_an_answer_without_rounds_count_nothing() -> None:
+    answer = answer_in([1, 2], [4, 4], Count(0, 0, 0, []))
+    assert (answer.error, answer.accepted, answer.total_rounds) == (None, None, None)
+
+
 @each("accepted", [[3, "2", 3], [3, -1, 6], {"0": 3}, 8, None])
 def test_rounds_that_are_no_counts_leave_the_totals(accepted: Any) -> None:
     answer = answer_in(accepted, [4, 4, 4])

@@ -18,8 +18,6 @@ from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.eagle3 import Eagle3Config, default_target_layers
 
 NAME = "lmdeploy"
-BESIDE = ("is_causal", "use_swa", "causal")
-"""Keys of a block's attention, of which lmdeploy computes the usual kind only."""
 
 
 def write_dflash(checkpoint: Checkpoint) -> Stored:
@@ -42,9 +40,9 @@ def write_dflash(checkpoint: Checkpoint) -> Stored:
     if layers[-1] == config.num_target_layers - 1:
         # z-lab's code reads that layer after the final norm, and lmdeploy before it.
         raise _refusal("a tap of the target's last layer")
-    for key in (*(key for key in written if key in BESIDE), *inside):
-        if key not in ("mask_token_id", "target_layer_ids"):
-            raise _refusal(f"a draft with {key}")
+    # Attention of an unusual kind, and other parts of a draft.
+    for key in ({*written} & {"is_causal"}) | ({*inside} - {"mask_token_id", "target_layer_ids"}):
+        raise _refusal(f"a draft with {key}")
     return {**written, "dflash_config": {**inside, "block_size": config.block_size}}, tensors
 
 
