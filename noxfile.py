@@ -117,7 +117,8 @@ def sglang(session: nox.Session) -> None:
     """SGLang's command line on the CPU; its server needs CUDA (1.5 GB, once)."""
     beside = """
         torch transformers accelerate safetensors numpy requests psutil pillow fastapi uvicorn aiohttp pydantic pyzmq
-        orjson ipython msgspec einops partial_json_parser compressed-tensors xgrammar openai prometheus_client
+        orjson ipython msgspec einops partial_json_parser pybase64 compressed-tensors xgrammar openai
+        prometheus_client
         """
     against_server(session, *CONSTRAINTS, *beside.split(), bare=("sglang==0.5.23",))
 

@@ -313,9 +313,9 @@ class Support:
     date: str
     """YYYY-MM"""
     kinds: Mapping[str, str]
-    """How each kind loads, by its id in `draft_kinds.KINDS`, such as "as published"; other kinds are not known to."""
+    """How each kind loads, by its id in `draft_kinds.KINDS`, such as "as published". Kinds left out are unknown."""
     tested: str = "not tested"
-    """What this project has run of it."""
+    """Which part of the engine this project has tested."""
     not_launched: tuple[str, ...] = ()
     """Kinds of DFlash's family that `--launch` refuses, although the engine loads them."""
 

@@ -1,4 +1,4 @@
-"""Which kind of draft loads on which engine: what the dialects of servers declare, with version and date."""
+"""Which kinds of drafts load on which engine, as the dialects of servers declare, with version and month."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dflash_bench.core.labels import wrapped
 
 NOT = "not known to load"
 SERVED = tuple(kind for kind in KINDS if kind != "block-diffusion")
-"""Kinds that some server could have."""
+"""Kinds that a server can draft with."""
 
 
 def supports() -> Iterator[tuple[Dialect, Support]]:

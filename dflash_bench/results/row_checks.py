@@ -189,7 +189,7 @@ def _contradictory_totals(rows: RowArrays) -> Any:
     return ((drafted >= 0) & (accepted > drafted)) | ((rounds == 0) & ((drafted > 0) | (accepted > 0)))
 
 
-@check(VALUES, "its rounds are not those of its totals")
+@check(VALUES, "its rounds do not add up to its totals")
 def _other_rounds_than_totals(rows: RowArrays) -> Any:
     """Compare the rounds that a server reports in order with its totals."""
     totals = [rows.counts(name) for name in TOTALS]

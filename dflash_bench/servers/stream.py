@@ -31,7 +31,7 @@ FINISHES: dict[str, FinishReason] = {
 UNFINISHED = ("", "null", "None")
 """Finish reasons that some servers write before there is one."""
 TOGETHER_S = 2e-4
-"""Pieces within so many seconds of each other arrive together: no round is that short, but reading a held piece is."""
+"""Chunks at most this many seconds apart arrive together: shorter than any decoding round, enough to read a buffer."""
 FEWEST_REPEATING = 3
 """Pieces in a row that begin with their predecessor: too many for chance."""
 
@@ -202,7 +202,7 @@ class StreamState:
             return Timing(end_s, end_s, num)
         first_s, last_s = arrivals[0].at_s, arrivals[-1].at_s
         gaps = (after.at_s - before.at_s for before, after in pairwise(arrivals))
-        # No time passes between tokens that arrive together, such as those that a proxy or a late server held back.
+        # Tokens that a proxy or a busy server buffered arrive together, whenever they were decoded.
         num_held = next((n for n, gap in enumerate(gaps, 1) if gap > TOGETHER_S), len(arrivals))
         return Timing(first_s, last_s, num if num_held == len(arrivals) else min(sum(sizes[:num_held]), num))
 

@@ -113,8 +113,8 @@ def test_page(
         f"{one_line(describe())}. lmdeploy {version}: its command line, its check of drafts, its HTTP server and its "
         "counters. Its engines need CUDA; in their place a table answers, which holds our engine's answers with "
         f"`{METHOD}`, nano and gsm8k (embedded).",
-        "All tokens that the client received are the table's, and so are the counts. z-lab's files are refused as "
-        "published, as their block size is not in `dflash_config`; those of `convert --to lmdeploy` are taken.",
+        "The client received exactly the table's tokens and counts. z-lab's files are rejected as published, because "
+        "their block size is not in `dflash_config`; files from `convert --to lmdeploy` are accepted.",
         markdown(["prompt", "tokens", "rounds", "drafted", "accepted"], rows, left=1),
     ]
     write_page("servers/contract-lmdeploy.md", blocks)

@@ -193,7 +193,7 @@ def page(
         )
     blocks += [
         "## Rounds in order",
-        f"vLLM told the rounds of {ordered.num_told} of {ordered.num_answers} answers by `{ORDERED}`; in "
+        f"vLLM reported the rounds of {ordered.num_told} of {ordered.num_answers} answers by `{ORDERED}`; in "
         f"{ordered.num_equal}, every round accepts what our engine's does. Replayed with {SHORT} drafted tokens, they "
         f"give {ordered.replayed:.3f} tokens per round; a server that drafts {SHORT} has {ordered.measured:.3f}.",
     ]

@@ -83,8 +83,8 @@ class Format:
     `holds_vocabulary`: whether files include the target's embedding and head, or leave them to the target.
     `layer` is the file's name for the layer that SafeAILab calls `midlayer`. `reads_last`: whether a draft may tap the
     target's last layer; its publisher's code then reads transformers' last hidden state, which is after the final norm.
-    Where engines and trainers differ about it, or do not allow it, such a draft is refused. `widens`: a draft that uses
-    some rows of the target's head is written to use all of them.
+    Where engines and trainers differ about it, or do not allow it, such a draft is refused. `widens`: a reduced
+    vocabulary that uses rows of the target's head is dropped, so that the draft uses all of them.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Drafts as lmdeploy 0.18 reads them: z-lab's DFlash and SafeAILab's EAGLE-3, with other keys.
 
-lmdeploy refuses a DFlash draft whose block size is not in `dflash_config`; z-lab's own files have it beside. It finds
-an EAGLE-3 draft by the architecture of a Llama, and taps the layers whose inputs are 2, n//2 and n-3, whatever the
-file says (lmdeploy/pytorch/spec_decode/dflash_utils.py and configurations/llama.py, version 0.18.0 of September 2026).
+lmdeploy refuses a DFlash draft unless its block size is in `dflash_config`; z-lab's own files have it at the top level.
+It recognises an EAGLE-3 draft by Llama's architecture, and always taps the inputs of layers 2, n//2 and n-3
+(lmdeploy/pytorch/spec_decode/dflash_utils.py and configurations/llama.py, version 0.18.0 of September 2026).
 Read back, these are z-lab's and SafeAILab's files.
 """
 

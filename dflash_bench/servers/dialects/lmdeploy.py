@@ -86,7 +86,7 @@ SUPPORT = Support(
         "eagle3": "after convert --to lmdeploy, for Llama",
         "mtp": "in the target's checkpoint, of DeepSeek, Qwen3.5 and others",
     },
-    tested="its checks of drafts tested",
+    tested="its draft checks tested",
 )
 
 DIALECT = Dialect(
@@ -122,7 +122,7 @@ DIALECT = Dialect(
             "mtp": "its name of the method depends on the target (deepseek_mtp, qwen3_5_mtp, hy3_mtp); start the "
             "server yourself, and give it as --server"
         },
-        # Others hand a draft no layers: an EAGLE-3 draft then reads the last one alone, without a word.
+        # Other targets return no intermediate layers; an EAGLE-3 draft then silently reads the last layer only.
         targets={
             "dflash": ("Qwen3ForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
             "eagle3": ("LlamaForCausalLM",),

@@ -77,7 +77,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 COUNTING = ("--per-request-spec-decode-metrics", "detailed")
-"""`summary` gives totals, `detailed` also the rounds in order; both came with vLLM 0.22."""
+"""`summary` reports totals, `detailed` also each round."""
 
 
 def _speculation(spec: LaunchSpec) -> list[str]:
