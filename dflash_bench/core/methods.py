@@ -363,6 +363,18 @@ _OWN: dict[str, MethodSpec] = {
             ),
             count="n",
         ),
+        MethodSpec(
+            "specdiff2",
+            "a diffusion language model drafts, several drawn from one pass, as a tree (arXiv 2511.00606)",
+            "block-diffusion", "tree", True,
+            (
+                _drafted("specdiff2", 16),
+                Option("samples", "drafts drawn for each round", 8, 1, 16, "drafts"),
+                Option("temperature", "temperature of the draws; 0 takes the likeliest", 1.0, 0, 4, kind=float),
+                _SEED,
+            ),
+            count="n",
+        ),
     )
 }  # fmt: skip
 SYNTHETIC = "synthetic"

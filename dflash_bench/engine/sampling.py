@@ -106,11 +106,16 @@ def _is_numpys(scores: Tensor) -> bool:
 
 def inverse_cdf(p: Tensor, uniform: Tensor) -> Tensor:
     """Return where the cumulative sum of p [..., V] passes uniform [...]: a draw from p without a device sync."""
+    return draws(p, uniform.unsqueeze(-1)).squeeze(-1)
+
+
+def draws(p: Tensor, uniform: Tensor) -> Tensor:
+    """Return where the cumulative sum of p [..., V] passes each uniform [..., n]: n draws from p."""
     # In float64: a GPU's parallel sum may decrease by rounding, which must not open a gap for a token with p = 0.
     cumulative = p.cumsum(dim=-1, dtype=torch.float64)
     # Scaling by the sum keeps rounding from ever pointing past the last token.
-    threshold = (uniform * cumulative[..., -1]).unsqueeze(-1)
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp_(max=p.shape[-1] - 1)
+    threshold = uniform * cumulative[..., -1:]
+    return torch.searchsorted(cumulative, threshold, right=True).clamp_(max=p.shape[-1] - 1)
 
 
 class Sampler:

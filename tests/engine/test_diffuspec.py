@@ -18,6 +18,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import parse
 from dflash_bench.engine.drafters import block_diffusion, diffuspec
 from dflash_bench.engine.drafters.diffuspec import LengthController, TextModel, best_path, kept_guesses
+from dflash_bench.engine.drafters.guesser import WholeTextGuesser
 from dflash_bench.engine.target import Target
 from dflash_bench.models import block_models, loading, targets
 from dflash_bench.models.block_models import ALIGNED, SEES_ALL
@@ -58,9 +59,9 @@ def test_answers_are_the_targets_and_a_batch_drafts_as_each_row_alone(kind: str,
 def test_guesses_are_those_of_the_text_and_its_masks_read_at_once(kind: str) -> None:
     model = sure("qwen3")
     inner = drafter(native(tiny("qwen3")), kind)
-    inner.guesser.begin(2, 64)
+    inner.guesses.guesser.begin(2, 64)
     for text in (PROMPTS[1], [*PROMPTS[1], 7, 9]):
-        got = inner.guesser.guess(1, text, 3)
+        got = inner.guesses.guesser.guess(1, text, 3)
         size = KINDS[kind].get("block_size", 3)
         end = len(text) // size * size if kind == "aligned blocks" else len(text) - 1
         masks = 3 if kind == "sees all" else size - len(text) + end
@@ -158,7 +159,7 @@ def test_a_slot_of_llada_predicts_itself() -> None:
     text, count = (3, 4, 5), 2
     found = {}
     for is_aligned in (False, True):
-        guesser = diffuspec.WholeTextGuesser(reader, MASK, is_aligned)
+        guesser = WholeTextGuesser(reader, MASK, is_aligned)
         guesser.begin(1, 16)
         found[is_aligned] = guesser.guess(0, text, count)
     # The last of a shifted model's slots is the first of an aligned one's.

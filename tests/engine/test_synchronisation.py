@@ -291,8 +291,8 @@ def test_a_round_waits_once_and_says_what_it_says_on_the_cpu(
 
 
 def test_every_method_is_tried() -> None:
-    """But block diffusion, whose passes depend on its tokens, and DiffuSpec, which searches on the host."""
-    assert {label.partition(",")[0] for label in METHODS} == {*TABLE} - {"block-diffusion", "diffuspec"}
+    """But block diffusion, whose passes depend on its tokens, and its drafts, which the host joins."""
+    assert {label.partition(",")[0] for label in METHODS} == {*TABLE} - {"block-diffusion", "diffuspec", "specdiff2"}
     kinds = {type(config.correction).__name__ for config in HEADS.values()}
     assert kinds == {kind.__name__ for kind in CorrectionConfig.__subclasses__()}
 

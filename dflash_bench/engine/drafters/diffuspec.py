@@ -1,8 +1,7 @@
 """DiffuSpec: a diffusion language model of the target's vocabulary drafts in one pass (arXiv 2510.02358).
 
 Masks follow the text; one pass guesses all of them, a left-to-right path through the guesses is searched, and the
-target verifies it. What a pass sees depends on the model: Dream sees the whole text in both directions, so that it is
-read anew in every round; models with blocks keep what they have read.
+target verifies it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,10 +17,9 @@ from torch import Tensor
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.base import HostDrafter, Text, chains
-from dflash_bench.engine.selection import target_like
+from dflash_bench.engine.drafters.guesser import Guesses
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from dflash_bench.models.block_models import ALIGNED, SEES_ALL
 from dflash_bench.models.loading import Models
 
 Guess = tuple[int, float]
@@ -32,128 +29,31 @@ BACK_OFF = math.log(0.4)
 """Log-probability penalty for each token dropped from the context (stupid back-off)."""
 
 
-class Guesser(Protocol):
-    """Reads a row's text, which ends with the anchor, and masks behind it."""
-
-    def begin(self, num_rows: int, capacity: int) -> None: ...
-
-    def start(self, row: int) -> None:
-        """Forget a row's text."""
-
-    def guess(self, row: int, text: Text, count: int) -> Tensor:
-        """Return logits [n, V] of the tokens after the text, n at most `count`."""
-        ...
-
-
-class WholeTextGuesser:
-    """A model that sees the whole text in both directions: Dream, whose slot k predicts token k + 1.
-
-    If `is_aligned`, every slot predicts its own token: LLaDA.
-    """
-
-    def __init__(self, reader: Target, mask_token_id: int, is_aligned: bool = False) -> None:
-        self.reader, self.mask_token_id, self.is_aligned = reader, mask_token_id, is_aligned
-
-    def begin(self, num_rows: int, capacity: int) -> None:
-        self.reader.begin(1, capacity)
-
-    def start(self, row: int) -> None:
-        pass
-
-    def guess(self, row: int, text: Text, count: int) -> Tensor:
-        tokens = torch.tensor([[*text, *[self.mask_token_id] * count]], device=self.reader.device)
-        first = len(text) - (not self.is_aligned)
-        some = torch.arange(first, first + count)
-        output = self.reader.forward(tokens, [0], keep_logits=some, counts=[0], whole_block=True)
-        return output.logits[0]
-
-
-class BlockGuesser:
-    """A model that sees the text before its block, and the block in both directions.
-
-    Blocks begin at the anchor and slot k predicts token k + 1; or, if `is_aligned`, at multiples of their size, and
-    every slot predicts itself.
-    """
-
-    def __init__(self, reader: Target, block_size: int, mask_token_id: int, is_aligned: bool) -> None:
-        self.reader, self.block_size, self.mask_token_id = reader, block_size, mask_token_id
-        self.is_aligned = is_aligned
-
-    def begin(self, num_rows: int, capacity: int) -> None:
-        self.reader.begin(num_rows, capacity + self.block_size)
-        self.num_read = [0] * num_rows
-
-    def start(self, row: int) -> None:
-        self.num_read[row] = 0
-
-    def guess(self, row: int, text: Text, count: int) -> Tensor:
-        size = self.block_size
-        # The text before the block: whole blocks of it, or all but the anchor.
-        end = (len(text) // size) * size if self.is_aligned else len(text) - 1
-        step = size if self.is_aligned else end
-        while self.num_read[row] < end:
-            at = self.num_read[row]
-            part = text[at : min(end, at + step)]
-            self._pass(row, part, at, len(part), self.is_aligned)
-            self.num_read[row] += len(part)
-        block = [*text[end:], *[self.mask_token_id] * (size - len(text) + end)]
-        logits = self._pass(row, block, end, 0, True)
-        return logits[len(text) - end :][:count] if self.is_aligned else logits[:count]
-
-    def _pass(self, row: int, tokens: Text, start: int, kept: int, is_whole: bool) -> Tensor:
-        given = torch.tensor([list(tokens)], device=self.reader.device)
-        logits: Tensor = self.reader.forward(given, [start], counts=[kept], whole_block=is_whole, first=row).logits[0]
-        return logits
-
-
 def build(models: Models, target: Target, method: Method) -> DiffuSpecDrafter:
-    model: Any = models.draft_of(method)
-    known = model.config.block_diffusion
-    reader = target_like(target, model)
-    guesser: Guesser
-    if known.get(SEES_ALL):
-        guesser = WholeTextGuesser(reader, known["mask_token_id"], bool(known.get(ALIGNED)))
-        most = method.number("n")
-    else:
-        is_aligned = bool(known.get(ALIGNED))
-        guesser = BlockGuesser(reader, known["block_size"], known["mask_token_id"], is_aligned)
-        most = min(method.number("n"), known["block_size"])
-    stops = target.model.generation_config.eos_token_id
-    stop_ids = frozenset(stops if isinstance(stops, list) else [] if stops is None else [stops])
-    least = min(most, method.number("least"))
-    rows, own = (one.get_input_embeddings().weight.shape[0] for one in (target.model, model))
-    return DiffuSpecDrafter(guesser, reader.device, min(rows, own), stop_ids, least, most, method)
+    return DiffuSpecDrafter(Guesses.of(models, target, method), method)
 
 
 class DiffuSpecDrafter(HostDrafter):
     """Drafts the best path through each row's guesses."""
 
-    def __init__(
-        self,
-        guesser: Guesser,
-        device: torch.device,
-        vocab_size: int,
-        stop_ids: frozenset[int],
-        least: int,
-        most: int,
-        method: Method,
-    ) -> None:
-        super().__init__(most, device)
-        self.guesser, self.vocab_size, self.stop_ids = guesser, vocab_size, stop_ids
-        self.new_controller: Callable[[], LengthController] = lambda: LengthController(least, most)
+    def __init__(self, guesses: Guesses, method: Method) -> None:
+        super().__init__(guesses.most, guesses.device)
+        self.guesses, self.stop_ids = guesses, guesses.stop_ids
+        least = min(guesses.most, method.number("least"))
+        self.new_controller: Callable[[], LengthController] = lambda: LengthController(least, guesses.most)
         self.top_k, self.beam = method.number("top_k"), method.number("beam")
         self.mass, self.share = method.real("mass"), method.real("share")
 
     def begin(self, num_rows: int, capacity: int) -> None:
         super().begin(num_rows, capacity)
-        self.guesser.begin(num_rows, capacity + self.num_drafts)
-        self.models = [TextModel(self.vocab_size) for _ in range(num_rows)]
+        self.guesses.guesser.begin(num_rows, capacity + self.num_drafts)
+        self.models = [TextModel(self.guesses.vocab_size) for _ in range(num_rows)]
         self.controllers = [self.new_controller() for _ in range(num_rows)]
         self.drafted = [0] * num_rows
 
     def start(self, row: int, prompt: Text) -> None:
-        self.guesser.start(row)
-        self.models[row], self.controllers[row] = TextModel(self.vocab_size), self.new_controller()
+        self.guesses.guesser.start(row)
+        self.models[row], self.controllers[row] = TextModel(self.guesses.vocab_size), self.new_controller()
         self.drafted[row] = 0
 
     def observe(self, committed: Committed) -> None:
@@ -185,9 +85,8 @@ class DiffuSpecDrafter(HostDrafter):
 
     def _guessed(self, row: int) -> tuple[Tensor, Tensor]:
         """Return the likeliest tokens of each place behind a row's text [n, k], and their log-probabilities."""
-        text = [min(token, self.vocab_size - 1) for token in self.texts[row]]
-        logits = self.guesser.guess(row, text, self.controllers[row].length)[:, : self.vocab_size]
-        scores = logits.float().log_softmax(dim=-1).topk(min(self.top_k, self.vocab_size), dim=-1)
+        logits = self.guesses.logits(row, self.texts[row], self.controllers[row].length)
+        scores = logits.log_softmax(dim=-1).topk(min(self.top_k, logits.shape[-1]), dim=-1)
         return scores.indices, scores.values
 
     def _path(self, row: int, guesses: list[list[Guess]]) -> Text:
