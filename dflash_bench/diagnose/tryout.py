@@ -102,7 +102,12 @@ def _connected(url: str, access: Access, model: str | None, clock: Callable[[], 
     try:
         return ServerBackend(parse([f"plain={url}"]), access, NUM_TOKENS, model=model, clock=clock)
     except UserError as error:
-        told = {"--server plain=URL": "the address", "the plain server": "the server", "--server plain: ": ""}
+        told = {
+            "--server plain=URL": "the address",
+            "the plain server": "the server",
+            "--server plain: ": "",
+            "; an interrupted run continues with --resume": "",
+        }
         text = str(error)
         for typed, meant in told.items():  # nobody typed --server
             text = text.replace(typed, meant)

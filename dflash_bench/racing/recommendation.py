@@ -26,7 +26,7 @@ from dflash_bench.report.tables import Column, ReportTable, Section, TableRow, V
 OUTCOMES = {
     "baseline": "plain decoding",
     "leads": "the fastest",
-    "level": "as fast as the best",
+    "level": "may be the fastest",
     "behind": "not in the faster half",
     "slower": "slower than the best",
     "no_gain": f"within {100 * WORTH:.0f} % of the best",

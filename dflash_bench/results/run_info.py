@@ -403,6 +403,8 @@ def _short(value: Any) -> str:
 def read_info(folder: Path) -> RunInfo:
     """Load `run.json`. Raises UserError if there is no run, or if the file is not as a run writes it."""
     path = folder / FILE
+    if not folder.exists():
+        raise UserError(f"there is no run {folder}; 'dflash-bench runs' lists those in results/runs, @1 is the newest")
     if not path.exists():
         raise UserError(f"{folder} holds no run (no {FILE})")
     content: Any = files.json_of(path)

@@ -335,7 +335,7 @@ def _run(
     backend.check_chats([chat for loaded in resolved.suites for chat in chats(loaded)], settings)
     plan = _plan(resolved, settings)
     if not request.asks_servers:
-        caller.begins("timing passes")
+        caller.begins("timing forward passes")
     info = _info(resolved, plan, backend, caller)
     pins = [
         f"{part} is not pinned: it is {reference(resolved, part)} now, and another one when the hub's changes"

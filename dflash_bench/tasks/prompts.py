@@ -74,7 +74,7 @@ class _Remarks:
         left_out = "conversations hold no message of the user, and are left out"
         said = {left_out: self.empty, "prompts are JSON, and are asked as they are": self.as_json}
         told = [f"{len(all_)} {what}, such as {', '.join(all_[:MOST_NAMED])}" for what, all_ in said.items() if all_]
-        return [*(f"read {columns}" for columns in self.columns), *told]
+        return [*(f"columns: {columns}" for columns in self.columns), *told]
 
 
 def load(

@@ -63,7 +63,7 @@ def estimate(request: TrainRequest, tell: Tell) -> Estimate:
         share = request.answer_tokens / num_tokens
         num_answers, num_tokens = round(num_answers * share), request.answer_tokens
         prompt_tokens = round(prompt_tokens * share)
-    tell("timing passes")
+    tell("timing forward passes")
     token_s, step_s = _passes_s(prepared)
     num_batches = -(-num_answers // prepared.plan.batch_size)
     answers_s = prompt_tokens * token_s + num_batches * prepared.plan.max_new_tokens * step_s

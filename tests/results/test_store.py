@@ -369,7 +369,7 @@ def test_two_runs_cannot_write_one_folder(tmp_path: Path) -> None:
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     assert refusal(store.load, tmp_path).startswith(f"{tmp_path} holds no run")
-    assert refusal(store.resume, tmp_path / "none", INFO).startswith(f"{tmp_path / 'none'} holds no run")
+    assert refusal(store.resume, tmp_path / "none", INFO).startswith(f"there is no run {tmp_path / 'none'}")
     path = tmp_path / "run.json"
     for text in ("[]", "{}", '{"identity": {}}'):
         path.write_text(text)
