@@ -1,4 +1,4 @@
-"""Drafts examined, trained, measured and raced: `inspect`, `doctor`, `crosscheck`, `train`, `profile`, `recommend`.
+"""Examine, train, profile and race drafts: `inspect`, `doctor`, `crosscheck`, `train`, `profile`, `recommend`.
 
 Each returns its command's output as data.
 """

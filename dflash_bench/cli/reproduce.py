@@ -69,7 +69,7 @@ def reproduce(
     chosen = items.item(item)
     if estimate:
         if training != TrainingOptions():
-            raise UserError("--estimate is of the runs alone: leave --train-prompts, --written and --epochs out")
+            raise UserError("--estimate covers runs, not training: omit --train-prompts, --written and --epochs")
         _estimate(chosen, request)
         return
     with Stages() as stages:

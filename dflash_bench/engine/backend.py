@@ -349,7 +349,7 @@ class LocalBackend:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def writings(self, token_ids: Sequence[int]) -> tuple[str, ...]:
-        """Return the texts that engines may produce for these ids: with spaces before punctuation kept, and removed."""
+        """Return the texts that engines may produce for these ids, with and without spaces before punctuation."""
         return tuple(
             str(self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=tidy))
             for tidy in (False, True)

@@ -127,7 +127,7 @@ def test_an_estimate_names_hours_and_memory_of_two_gpus(main: Main) -> None:
     code, said, _ = main("reproduce", "table11", "--estimate")
     assert code == 0 and {"A100,", "H100,", "gpt-oss-120b"} <= set(said.split())
     assert_refused(main("reproduce", "table11", "--estimate", "--model", "nano"), "is for the models of table11")
-    assert_refused(main("reproduce", "table6", "--estimate", "--written", 2), "is of the runs alone")
+    assert_refused(main("reproduce", "table6", "--estimate", "--written", 2), "covers runs, not training")
 
 
 def of_table2(folder: Path, value: float) -> verdict.ItemResult:

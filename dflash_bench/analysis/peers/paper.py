@@ -208,7 +208,7 @@ def unlike_conditions(comparisons: Sequence[PaperComparison], identity: RunIdent
     others = [c for c in comparisons if not c.published.is_of_authors]
     if others:
         sources = dict.fromkeys(c.published.source for c in others)
-        yield f"of some figures only these conditions are known, and not the wording of prompts: {'; '.join(sources)}"
+        yield f"the prompts' wording is unknown for figures with these conditions: {'; '.join(sources)}"
     comparisons = [c for c in comparisons if c.published.is_of_authors]
     suites = list(dict.fromkeys(comparison.suite for comparison in comparisons))
     if not suites:

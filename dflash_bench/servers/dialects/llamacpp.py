@@ -73,7 +73,8 @@ def read(event: Mapping[str, Any], state: StreamState) -> None:
     # A token of half a character is not sent by itself, and its id is never sent.
     if (missing := state.num_tokens - len(state.token_ids)) > 0:
         if state.token_ids and missing > 3 * (1 + sum(not letter.isascii() for letter in state.text)):
-            raise AnswerError(f"{len(state.token_ids)} ids came, but the server counts {state.num_tokens} tokens")
+            num_ids = len(state.token_ids)
+            raise AnswerError(f"received {num_ids} token ids, but the server counts {state.num_tokens} tokens")
         state.ids_missing = True
     drafted, accepted = as_count(timings.get("draft_n")), as_count(timings.get("draft_n_accepted"))
     if drafted is not None and accepted is not None:
