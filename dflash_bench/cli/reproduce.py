@@ -14,7 +14,7 @@ from dflash_bench.cli.command import Command
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import WIDTH
 from dflash_bench.core.terminal import Stages, note, say, terminal_width
-from dflash_bench.reproduction.options import TrainingOptions
+from dflash_bench.reproduction.options import OMIT, TrainingOptions
 from dflash_bench.runner.config import RunRequest
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 OPTIONS = (
     "item model limit estimate out data max_new_tokens device device_map dtype attention engine kernels threads "
-    "launch_with launch_args train_prompts written epochs"
+    "launch_with launch_args train_prompts written epochs train_seed"
 )
 
 
@@ -69,7 +69,7 @@ def reproduce(
     chosen = items.item(item)
     if estimate:
         if training != TrainingOptions():
-            raise UserError("--estimate covers runs, not training: omit --train-prompts, --written and --epochs")
+            raise UserError(f"--estimate covers runs, not training: {OMIT}")
         _estimate(chosen, request)
         return
     with Stages() as stages:

@@ -15,7 +15,7 @@ from dflash_bench.core.terminal import Stages
 from dflash_bench.diagnose import profile
 from dflash_bench.report.tables import markdown, number
 from dflash_bench.reproduction.items import Claim, Item
-from dflash_bench.reproduction.options import TrainingOptions
+from dflash_bench.reproduction.options import OMIT, TrainingOptions
 from dflash_bench.reproduction.words import PAGE
 from dflash_bench.runner.config import RunRequest
 
@@ -49,7 +49,7 @@ def measure(item: Item, asked: RunRequest, training: TrainingOptions, stages: St
     usual = RunRequest()
     given = {one.name for one in fields(RunRequest) if getattr(asked, one.name) != getattr(usual, one.name)}
     if training != TrainingOptions():
-        raise UserError(f"{item.name} trains no draft: leave --train-prompts, --written and --epochs out")
+        raise UserError(f"{item.name} trains no draft: {OMIT}")
     if unused := [spec.flag for name, spec in options_of(RunRequest).items() if name in given - {*TAKEN}]:
         raise UserError(f"{item.name} decodes no prompts: leave {', '.join(unused)} out")
     model = asked.model or next(iter(item.models.values()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from dflash_bench.core.option import under
 
@@ -27,3 +27,13 @@ class TrainingOptions:
     epochs: float | None = _training(
         "For an item that trains drafts: passes over the answers. Default: 6.", metavar="N", minimum=0.01, most=10**4
     )
+    train_seed: int | None = _training(
+        "For an item that trains drafts: random seed of their training. Default: 0.",
+        metavar="N",
+        minimum=0,
+        most=2**32 - 1,
+    )
+
+
+OMIT = "omit " + ", ".join(f"--{option.name.replace('_', '-')}" for option in fields(TrainingOptions))
+"""The remedy where none of them has an effect."""

@@ -19,7 +19,7 @@ from dflash_bench.report import plots
 from dflash_bench.report.document import read_document
 from dflash_bench.reproduction import words
 from dflash_bench.reproduction.items import Arm, Item
-from dflash_bench.reproduction.options import TrainingOptions
+from dflash_bench.reproduction.options import OMIT, TrainingOptions
 from dflash_bench.reproduction.parts import Part, parts
 from dflash_bench.reproduction.verdict import ItemResult, judge
 from dflash_bench.results.run_info import FILE, read_info
@@ -116,7 +116,7 @@ def check_training(item: Item, part: Part, options: TrainingOptions) -> None:
     """Raise UserError for options without effect, and for an item that trains with nothing to train on."""
     trains = any(arm.train for arm in item.arms)
     if not trains and options != TrainingOptions():
-        raise UserError(f"{item.name} trains no draft: leave --train-prompts, --written and --epochs out")
+        raise UserError(f"{item.name} trains no draft: {OMIT}")
     if trains and part.target is not None and not options.train_prompts and options.written is None:
         raise UserError(
             f"{item.name} trains drafts, as published on 100,000 answers: name prompts with --train-prompts FILE, or "
@@ -156,6 +156,7 @@ def _request(arm: Arm, part: Part, options: TrainingOptions, out: Path) -> Train
         prompts=options.train_prompts,
         written=options.written,
         epochs=options.epochs,
+        seed=options.train_seed or 0,
         device=of_run.device,
         threads=of_run.threads,
         **arm.train,
