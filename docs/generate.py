@@ -11,9 +11,12 @@ from typing import Any, get_args, get_origin, get_type_hints
 import typer
 
 from dflash_bench import cli
+from dflash_bench.core.draft_kinds import name_of_kind
 from dflash_bench.core.option import options_of
 from dflash_bench.core.secrets import Arguments
+from dflash_bench.models import engines, presets
 from dflash_bench.report import terminal
+from dflash_bench.report.tables import markdown
 from dflash_bench.results import columns
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.tasks import suites
@@ -36,6 +39,11 @@ COMMANDS = (
     "# Options\n\nEvery command with all of its options, as `--help` (of `run`, `--help-all`) shows them. A TOML file "
     "of options is given with `--config`."
 )
+LOADING = (
+    "# Which draft loads where\n\nRead from the servers' code, and tested where the table says so. An empty cell: not "
+    "known to load. This project's engine computes all kinds, as published.\n"
+    "`dflash-bench models --engines` prints the kinds, `dflash-bench models NAME --engines` the drafts of a model."
+)
 SUMMARY = (
     "Measures speculative decoding honestly: DFlash, EAGLE-3 and other methods against plain decoding; acceptance, "
     "speed, and exactness token for token, in process or on live servers."
@@ -54,7 +62,7 @@ def generated() -> dict[str, str]:
     pages = {file: (DOCS / file).read_text(encoding="utf-8") for file, _, _ in tables}
     for file, name, text in tables:
         pages[file] = between(pages[file], name, text)
-    return pages | {"options.md": commands(), "llms.txt": llms(), STUB: options()}
+    return pages | {"loading.md": loading(), "options.md": commands(), "llms.txt": llms(), STUB: options()}
 
 
 def suite_table() -> str:
@@ -64,6 +72,37 @@ def suite_table() -> str:
         source = f"embedded, {one.suite.source}" if one.num_embedded else f"`suites prepare`: {one.suite.source}"
         rows.append(f"| `{one.suite.name}` | {one.suite.title} | {source} | {one.suite.scorer or 'none'} |")
     return "\n".join(rows)
+
+
+def loading() -> str:
+    """Return the page of kinds of drafts, and of the drafts of all models, by engine."""
+    found = [support for _, support in engines.supports()]
+    heads = [f"{dialect.name} {support.version}" for dialect, support in engines.supports()]
+    ways = dict.fromkeys(one.kinds[kind] for one in found for kind in engines.SERVED if kind in one.kinds)
+    notes = [way for way in ways if way != "as published"]
+    marks = {"as published": "yes"} | {way: f"yes[^{number}]" for number, way in enumerate(notes, start=1)}
+
+    def cells(kind: str) -> list[str]:
+        return [marks[one.kinds[kind]] if kind in one.kinds else "" for one in found]
+
+    checked = [[head, one.date, one.tested] for head, one in zip(heads, found, strict=True)]
+    kinds = [[name_of_kind(kind), *cells(kind)] for kind in engines.SERVED]
+    drafts = [
+        [name, preset.drafts[draft], name_of_kind(kind), *cells(kind)]
+        for name, preset in presets.table().items()
+        for draft, kind in engines.served(preset)
+        if not Path(preset.drafts[draft]).is_absolute()
+    ]
+    parts = [
+        LOADING,
+        markdown(["engine", "checked", "tested here"], checked, 3),
+        "## Kinds of drafts",
+        markdown(["kind", *heads], kinds, len(heads) + 1),
+        "## Published drafts",
+        markdown(["model", "draft", "kind", *heads], drafts, len(heads) + 3),
+        "\n".join(f"[^{number}]: {way}." for number, way in enumerate(notes, start=1)),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def commands() -> str:

@@ -33,7 +33,8 @@ def models(
         ),
     ] = None,
     engines: Annotated[
-        bool, Option("--engines", help="Which kinds of drafts load on vLLM, SGLang, llama.cpp and others, and how.")
+        bool,
+        Option("--engines", help="Which kinds of drafts, or which of NAME's drafts, load on which server, and how."),
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -44,9 +45,13 @@ def models(
     if engines:
         from dflash_bench.models import engines as found_engines
 
-        if name is not None or kind is not None:
-            raise UserError("--engines lists all kinds of drafts; leave out NAME and --kind")
-        say(json_text(found_engines.as_json()) if as_json else found_engines.text(terminal_width(WIDTH)))
+        if kind is not None:
+            raise UserError("--engines lists all kinds of drafts; leave out --kind")
+        width = terminal_width(WIDTH)
+        if name is None:
+            say(json_text(found_engines.as_json()) if as_json else found_engines.text(width))
+        else:
+            say(json_text(found_engines.preset_json(name)) if as_json else found_engines.of_preset(name, width))
         return
     from dflash_bench.models import catalogue
 

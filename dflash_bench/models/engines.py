@@ -8,6 +8,8 @@ from typing import Any
 from dflash_bench.core.dialects import DIALECTS, Dialect, Support
 from dflash_bench.core.draft_kinds import KINDS, name_of_kind
 from dflash_bench.core.labels import wrapped
+from dflash_bench.models import presets
+from dflash_bench.models.presets import Preset
 
 NOT = "not known to load"
 SERVED = tuple(kind for kind in KINDS if kind != "block-diffusion")
@@ -46,3 +48,33 @@ def text(width: int) -> str:
         left = [name_of_kind(kind) for kind in SERVED if kind not in found.kinds]
         lines += [*wrapped(f"  {NOT}: {', '.join(left)}", width, others="      ").splitlines(), ""]
     return "\n".join([*lines, "This project's engine computes all of them, as published."])
+
+
+def of_preset(name: str, width: int) -> str:
+    """Return each draft of a model with the engines that load it, and how. Raises UserError for an unknown model."""
+    preset = presets.preset(name)
+    lines = [f"{name}: {preset.target}"]
+    for draft, kind in served(preset):
+        lines += ["", f"{draft}  {preset.drafts[draft]}, {name_of_kind(kind)}"]
+        for dialect, found in supports():
+            line = f"  {dialect.name:<14}{found.kinds.get(kind, NOT)}"
+            lines += wrapped(line, width, others=" " * 18).splitlines()
+    return "\n".join(lines)
+
+
+def preset_json(name: str) -> list[dict[str, Any]]:
+    preset = presets.preset(name)
+    return [
+        {
+            "draft": draft,
+            "id": preset.drafts[draft],
+            "kind": kind,
+            "engines": {dialect.name: found.kinds.get(kind) for dialect, found in supports()},
+        }
+        for draft, kind in served(preset)
+    ]
+
+
+def served(preset: Preset) -> list[tuple[str, str]]:
+    """Return a model's drafts, with their kinds, but those that no server drafts with."""
+    return [(draft, kind) for draft in preset.drafts if (kind := preset.kind(draft)) in SERVED]

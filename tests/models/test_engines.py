@@ -38,5 +38,16 @@ def test_the_list_fits_a_narrow_terminal() -> None:
     assert sum("not known to load" in line for line in lines) == len(list(engines.supports()))
 
 
-def test_it_lists_all_or_none(main: Main) -> None:
-    assert_refused(main("models", "nano", "--engines"), "--engines")
+def test_a_models_drafts_are_listed_by_engine(main: Main) -> None:
+    code, out, err = main("models", "qwen3-8b", "--engines", "--json")
+    assert (code, err) == (0, "")
+    found = {one["draft"]: one for one in json.loads(out)}
+    assert found["dflash@dspark"]["kind"] == "dspark" and "block-diffusion" not in found
+    told = {one["engine"]: one["kinds"] for one in engines.as_json()}
+    assert all(one["engines"] == {name: kinds[one["kind"]] for name, kinds in told.items()} for one in found.values())
+    assert max(map(len, engines.of_preset("qwen3-8b", 80).splitlines())) <= 80
+
+
+def test_it_lists_all_kinds_or_a_model(main: Main) -> None:
+    assert_refused(main("models", "--kind", "dflash", "--engines"), "--engines")
+    assert_refused(main("models", "qwen3-80b", "--engines"), "qwen3-8b")
