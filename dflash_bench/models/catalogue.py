@@ -204,7 +204,7 @@ def fetch(name: str, cache: Path | None, tell: Callable[[str], object]) -> Path:
     _require_room(folder)
     gguf.require_readers()
     # Imported here, as it imports torch.
-    from dflash_bench.models.loading import silence_transformers
+    from dflash_bench.models.quiet import silence_transformers
 
     silence_transformers()
     with TemporaryDirectory() as work:

@@ -22,6 +22,7 @@ from dflash_bench.core.terminal import with_bar
 from dflash_bench.models import hub
 from dflash_bench.models.hub import cannot_load, is_unreadable
 from dflash_bench.models.presets import HOME, cache_folder
+from dflash_bench.models.quiet import silence_transformers
 
 LARGEST = 1 << 24
 """The largest plausible size in a header."""
@@ -121,9 +122,11 @@ def convert(path: Path, folder: Path) -> None:
     """Write the model to a new folder: config, float32 weights, tokenizer. Raises UserError if it cannot be read."""
     require_readers()
     check(path)
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
     home, name = path.parent, path.name
+    silence_transformers()
     try:
         # Its own bar is drawn even where none may be.
         modeling_gguf_pytorch_utils.tqdm = lambda items, **_: with_bar(items, f"converting {name}, once: tensors")
@@ -146,7 +149,7 @@ def convert(path: Path, folder: Path) -> None:
             made.rename(folder)
         finally:
             shutil.rmtree(made, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {folder} ({error}); set {HOME} to a folder with room") from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -21,6 +20,7 @@ from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.mtp import MTPDraft
 from dflash_bench.models.presets import MTP, Preset, preset, require_drafts
+from dflash_bench.models.quiet import silence_transformers
 from dflash_bench.models.targets import PLAIN, Placement
 from dflash_bench.models.weights import only_maps, read_tensors
 
@@ -195,19 +195,6 @@ class Models:
         """Return the weights of a method that has any."""
         assert method.draft is not None, method.label
         return self.drafts[method.draft]
-
-
-def silence_transformers() -> None:
-    """Disable progress bars and advice of transformers, which would break our progress display; errors still raise.
-
-    It imports torchao if installed, which warns about kernels for other machines.
-    """
-    for name in ("accelerate", "torchao", "torch.utils._pytree", "bitsandbytes"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    from transformers.utils import logging as its_own
-
-    its_own.disable_progress_bar()
-    its_own.set_verbosity_error()
 
 
 def load(

@@ -241,7 +241,7 @@ def configure_torch(request: RunRequest) -> tuple[str, str, int | None]:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
-    from dflash_bench.models.loading import silence_transformers
+    from dflash_bench.models.quiet import silence_transformers
 
     device, dtype = device_and_dtype(request, torch.cuda.device_count())
     # Small models are faster on one thread, and two busy threads spin against each other.

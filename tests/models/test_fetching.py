@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from dflash_bench.core.errors import UserError
@@ -103,6 +104,19 @@ def test_a_damaged_file_is_refused_and_nothing_is_kept(written: Path) -> None:
     with pytest.raises(UserError, match="truncated"):
         gguf.converted_folder(written)
     assert not any(presets.cache_folder().rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("error", [SafetensorError("I/O error: No space left on device"), OSError(28, "full")])
+def test_a_full_disk_is_told_and_nothing_is_kept(
+    error: Exception, written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(UserError, match=presets.HOME):
+        gguf.converted_folder(written)
+    assert not [path for path in (presets.cache_folder() / "gguf").iterdir() if path.is_dir()]
 
 
 def test_what_cannot_be_fetched_lists_what_can() -> None:
