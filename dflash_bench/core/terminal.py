@@ -118,6 +118,7 @@ def _counted(items: Sequence[Item], doing: str, stages: Stages) -> Iterator[Item
 
 COUNT_EVERY_S = 1.0
 LINE_EVERY_S = 10.0
+REDRAWN_EVERY_S = 1.0
 """Interval between lines of progress where a line cannot replace the previous one, such as in a log."""
 
 
@@ -127,8 +128,8 @@ _open: list[Stages] = []
 class Stages:
     """Shows the stages of a command whose progress cannot be counted, and their durations.
 
-    A terminal is updated only when a stage begins: some stages time passes, which a redrawing thread would disturb.
-    Elsewhere a thread writes the newest stage every few seconds, since the work may report nothing.
+    A thread shows that the newest one goes on, since the work may report nothing: in a terminal every second, which is
+    seldom enough for stages that time passes; elsewhere by a line every few seconds.
     """
 
     def __init__(self, stream: TextIO | None = None, every_s: float | None = None, *, keeps_times: bool = True) -> None:
@@ -168,34 +169,41 @@ class Stages:
                 self._shown = Live(console=Console(file=self.stream), auto_refresh=False, transient=True)
                 self._shown.start()
             self._shown.update(Text(f"{doing} ..."), refresh=True)
-        elif self._thread is None:
-            if not self.keeps_times:
-                self._is_new = False
-                print(doing, file=self.stream, flush=True)
+        elif self._thread is None and not self.keeps_times:
+            self._is_new = False
+            print(doing, file=self.stream, flush=True)
+        if self._thread is None:
             self._ended.clear()
-            self._thread = threading.Thread(target=self._write, args=(self.every_s or LINE_EVERY_S,), daemon=True)
+            every_s = REDRAWN_EVERY_S if self.is_terminal else self.every_s or LINE_EVERY_S
+            self._thread = threading.Thread(target=self._write, args=(every_s,), daemon=True)
             self._thread.start()
 
     def _write(self, every_s: float) -> None:
         while not self._ended.wait(every_s):
-            if self._text:
-                seconds = "" if self._is_new else f" ({time.monotonic() - self._begun_s:.0f} s)"
-                self._is_new = False
-                print(f"{self._text}{seconds}", file=self.stream, flush=True)
+            text, seconds = self._text, f"{time.monotonic() - self._begun_s:.0f} s"
+            if not text:
+                continue
+            if self.is_terminal:
+                from rich.text import Text
+
+                self._shown.update(Text(f"{text} ... {seconds}"), refresh=True)
+                continue
+            print(text if self._is_new else f"{text} ({seconds})", file=self.stream, flush=True)
+            self._is_new = False
 
     def end(self) -> None:
         """Stop showing anything; a terminal keeps one line with the stages and their times."""
         self._finish()
+        if self._thread is not None:
+            self._ended.set()
+            self._thread.join()
+            self._thread = None
         if self._shown is not None:
             self._shown.stop()
             self._shown = None
             if self.keeps_times:
                 print("   ".join(f"{name} {seconds:.1f} s" for name, seconds in self.took), file=self.stream)
             self.took.clear()
-        if self._thread is not None:
-            self._ended.set()
-            self._thread.join()
-            self._thread = None
 
     def _finish(self) -> None:
         if self._doing:

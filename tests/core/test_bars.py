@@ -82,6 +82,14 @@ def test_stages_in_a_terminal_leave_one_line_with_their_times() -> None:
     assert stream.getvalue() == ended
 
 
+def test_a_stage_in_a_terminal_tells_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "REDRAWN_EVERY_S", 0.01)
+    stream = Terminal()
+    with Stages(stream) as stages:
+        stages.begin("loading")
+        assert waited(stream, "loading ... 0 s")
+
+
 def test_a_status_in_a_terminal_leaves_nothing() -> None:
     stream = Terminal()
     with status(stream=stream) as tell:
