@@ -25,7 +25,7 @@ USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 PARTS = {
     "run": "run sweep recommend suites methods",
     "demo": "demo",
-    "diagnose": "try verify-distribution profile doctor conform crosscheck",
+    "diagnose": "try soak verify-distribution profile doctor conform crosscheck",
     "models": "models fetch inspect convert build-datastore",
     "train": "train",
     "reproduce": "reproduce",
@@ -42,7 +42,7 @@ JOBS = {
     "Gate": "baseline check",
     "Drafts and models": "models fetch inspect convert train build-datastore",
     "Prompts and methods": "suites methods",
-    "Check the engine": "conform verify-distribution",
+    "Check the engine": "soak conform verify-distribution",
 }
 """Commands by what they are for, as --help shows them."""
 

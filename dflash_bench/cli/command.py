@@ -43,6 +43,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "suites": ("dflash-bench suites", "dflash-bench suites prepare speed_bench --from SPEED-Bench -o data"),
     "methods": ("dflash-bench methods", "dflash-bench methods dflash"),
     "try": ("dflash-bench try http://localhost:8000",),
+    "soak": ("dflash-bench soak http://localhost:8000 --for 1h",),
     "doctor": ("dflash-bench doctor --draft dflash=./draft --suite gsm8k --limit 8",),
     "crosscheck": ("dflash-bench crosscheck --model qwen3-8b --server dflash=http://localhost:8000 --suite gsm8k",),
     "conform": (

@@ -1,4 +1,4 @@
-"""Diagnosis: the commands verify-distribution, profile, doctor, crosscheck and conform."""
+"""Diagnosis: the commands try, soak, verify-distribution, profile, doctor, crosscheck and conform."""
 
 from __future__ import annotations
 
@@ -43,6 +43,61 @@ def try_server(
     with Stages(keeps_times=False) as stages:
         found = tryout.try_out(url, access, request.served_model, stages.begin)
     say(json_text(found.data) if as_json else show_tryout.text(found, terminal_width()))
+
+
+@app.command(cls=Command)
+@options.with_options(
+    "served_model api_key_env budget seed",
+    helps={"budget": "Ask for this long, such as 90s, 5m or 1h. Default: 1h.", "seed": "Random seed of the traffic."},
+)
+def soak(
+    request: RunRequest,
+    url: Annotated[str, Argument(metavar="URL", help="The server's address, such as http://localhost:8000.")],
+    out: Annotated[
+        Path | None, Option("-o", "--out", metavar="DIR", help="Folder of the answers. Default: soak in results/runs.")
+    ] = None,
+    at_a_time: Annotated[
+        int, Option("--concurrency", metavar="N", min=1, max=1024, help="Answers at a time of the mixed traffic.")
+    ] = 4,
+    pid: Annotated[
+        int | None,
+        Option(metavar="PID", min=1, max=1 << 22, help="The server's process on this machine, to read its memory."),
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Ask a server for hours, and name what changes and when.
+
+    Between mixed traffic, with cancelled and constrained answers, the same greedy questions are asked again and again:
+    their answers, tokens per round, speed and the server's memory are compared with the first ones. The exit status is
+    1 if something changed. Stopped at any time, the same command goes on.
+    """
+    from dflash_bench.core import environment
+    from dflash_bench.diagnose import show_soak
+    from dflash_bench.diagnose import soak as soaking
+    from dflash_bench.results.store import RUNS
+    from dflash_bench.runner import budget, served
+
+    folder = out or RUNS / "soak"
+    seconds = budget.seconds(request.budget or "1h")
+    access = replace(served.access_of(request), timeout_s=soaking.ANSWER_S)
+    with Stages(keeps_times=False) as stages:
+        found = soaking.soak(
+            url,
+            folder,
+            seconds,
+            access,
+            model=request.served_model,
+            concurrency=at_a_time,
+            seed=request.seed or 0,
+            process=pid,
+            tell=stages.begin,
+        )
+    command = f"dflash-bench soak URL --for {request.budget or '1h'} --concurrency {at_a_time}"
+    machine = environment.one_line(environment.describe())
+    write_text(folder / "soak.md", show_soak.page(found, command, machine))
+    say(json_text(found.data) if as_json else show_soak.text(found, terminal_width()))
+    if found.findings:
+        sys.exit(1)
 
 
 @app.command(cls=Command)

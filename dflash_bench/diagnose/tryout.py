@@ -102,16 +102,21 @@ def _connected(url: str, access: Access, model: str | None, clock: Callable[[], 
     try:
         return ServerBackend(parse([f"plain={url}"]), access, NUM_TOKENS, model=model, clock=clock)
     except UserError as error:
-        told = {
-            "--server plain=URL": "the address",
-            "the plain server": "the server",
-            "--server plain: ": "",
-            "; an interrupted run continues with --resume": "",
-        }
-        text = str(error)
-        for typed, meant in told.items():  # nobody typed --server
-            text = text.replace(typed, meant)
-        raise UserError(text) from error
+        raise of_one_address(error) from error
+
+
+def of_one_address(error: UserError) -> UserError:
+    """Return an error of a server's, for a command whose user gave an address and no --server."""
+    told = {
+        "--server plain=URL": "the address",
+        "the plain server": "the server",
+        "--server plain: ": "",
+        "; an interrupted run continues with --resume": "",
+    }
+    text = str(error)
+    for typed, meant in told.items():
+        text = text.replace(typed, meant)
+    return UserError(text)
 
 
 def _chats() -> dict[str, list[Sequence[Message]]]:

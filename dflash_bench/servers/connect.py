@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from dflash_bench.servers.prometheus import CounterPage
 from dflash_bench.servers.stream import as_count, as_object
 
 MOST_NAMED = 20
+RESIDENT = re.compile(r"^process_resident_memory_bytes ([0-9.]{1,20}(?:e\+?[0-9]{1,2})?)$", re.MULTILINE)
 CONNECT_TIMEOUT_S = 120.0
 """Time limit of all pages that identify a server."""
 
@@ -67,6 +69,14 @@ class Server:
         # A server may have the counters of another dialect than the user's choice.
         dialects = [self.dialect, *(DIALECTS[name] for name in DIALECTS.own)]
         return prometheus.parse(await self.client.page(prometheus.METRICS, most=prometheus.LONGEST), dialects)
+
+    async def resident_bytes(self) -> int | None:
+        """Return the resident bytes that its metrics report; None if they report none."""
+        try:
+            match = RESIDENT.search(await self.client.page(prometheus.METRICS, most=prometheus.LONGEST))
+        except AnswerError:
+            return None
+        return None if match is None else int(float(match[1]))
 
     async def find_abilities(self) -> None:
         """Find out whether its prefix cache can be emptied (vLLM: only in development mode), and whether it counts."""

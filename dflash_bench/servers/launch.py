@@ -146,7 +146,7 @@ class LaunchedServers:
         found = {
             label: {"tokens": self.specs[label].length * self.specs[label].slots, "bytes": taken}
             for label, process in self.processes.items()
-            if (taken := sum(map(_most_resident, _descendants(process.pid))))
+            if (taken := sum(_resident(one, "VmHWM") for one in _descendants(process.pid)))
         }
         return {"free_bytes": self.free_bytes, "servers": found}
 
@@ -240,12 +240,17 @@ def _descendants(process: int) -> Iterator[int]:
                 yield from _descendants(child)
 
 
-def _most_resident(process: int) -> int:
-    """Return the peak resident bytes of a process; 0 if unknown."""
+def _resident(process: int, which: str) -> int:
+    """Return the resident bytes of a process, VmRSS now or VmHWM at their peak; 0 if unknown."""
     with suppress(OSError):
-        match = re.search(r"^VmHWM:\s*(\d+) kB$", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
+        match = re.search(rf"^{which}:\s*(\d+) kB$", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
         return int(match[1]) * 1024 if match else 0
     return 0
+
+
+def resident_bytes(process: int) -> int:
+    """Return the resident bytes of a process and its descendants; 0 if unknown."""
+    return sum(_resident(one, "VmRSS") for one in (process, *_descendants(process)))
 
 
 def _is_ready(port: int) -> bool:

@@ -395,7 +395,7 @@ def test_an_output_folder_is_looked_at_before_a_model_is_loaded(
     used = write_lines(here / "used/notes.txt", "mine").parent
     refused((*ask, used), used, "--out")
     refused((*ask, used, "--resume"), used, "run.json")
-    refused((*ask, here / "none", "--resume"), here / "none", "run.json")
+    refused((*ask, here / "none", "--resume"), here / "none", "dflash-bench runs")
     refused((*ask, used / "notes.txt/run"), used / "notes.txt/run", "Not a directory")
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != here)
     refused((*ask, here / "new/run"), here / "new/run", "Permission denied")

@@ -20,6 +20,7 @@ from dflash_bench.core.methods import parse
 from dflash_bench.core.option import check_options, options_of, to_json
 from dflash_bench.core.secrets import Arguments
 from dflash_bench.diagnose import doctor, profile
+from dflash_bench.reproduction.options import TrainingOptions
 from dflash_bench.runner import session
 from dflash_bench.runner.config import DEMO, OutputOptions, RunRequest, ServerOptions, require_prompts, with_demo
 from dflash_bench.runner.plan import swept
@@ -421,7 +422,7 @@ def test_help_of_train_names_every_option_once(main: Main) -> None:
 WHOLE = (int, int | None, tuple[int, ...], tuple[int | None, ...])
 
 
-@each("group", [RunRequest, OutputOptions, TrainRequest])
+@each("group", [RunRequest, OutputOptions, TrainRequest, TrainingOptions])
 def test_every_whole_number_of_a_group_has_an_upper_bound(group: type) -> None:
     kinds = get_type_hints(group)
     whole = [spec for name, spec in options_of(group).items() if kinds[name] in WHOLE]
@@ -430,7 +431,7 @@ def test_every_whole_number_of_a_group_has_an_upper_bound(group: type) -> None:
 
 
 def test_so_has_every_other_one_of_a_command() -> None:
-    declared = {*options_of(RunRequest), *options_of(TrainRequest)}
+    declared = {*options_of(RunRequest), *options_of(TrainRequest), *options_of(TrainingOptions)}
     commands = get_command(cli.program()).commands  # type: ignore[attr-defined]
     params = [(name, param) for name, command in commands.items() for param in command.params]
     whole = [(name, param) for name, param in params if getattr(param, "min", None) is not None]

@@ -1,0 +1,257 @@
+"""What hours of answers show: which figure of a server changed, and at which answer.
+
+The same greedy questions, the references, are asked again and again between mixed traffic. Their first answers are the
+standard that all later ones are held to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+REFERENCE, SAMPLED, CANCELLED, CONSTRAINED = "reference", "sampled", "cancelled", "constrained"
+KINDS = (REFERENCE, SAMPLED, CANCELLED, CONSTRAINED)
+FEWEST = 4
+"""Answers on each side of a change."""
+ALPHA = 1e-3
+FALLS = {"acceptance": 0.03, "speed": 0.2}
+"""The share by which a figure has to fall to be named."""
+GROWTH = 0.05
+"""The share by which memory has to grow to be named."""
+NO_DRAFTS = 1.0
+"""Tokens per round without drafts."""
+MOST_ERRORS = 0.5
+"""The share of the last answers that may fail before the server counts as stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class SoakAnswer:
+    """An answer, by its number from 1; None for what does not apply or was not reported."""
+
+    number: int
+    seconds: float
+    """When it ended, since the beginning."""
+    kind: str
+    name: str = ""
+    """The reference, if it is one."""
+    after_cancel: bool = False
+    """Whether answers were cancelled since the last references."""
+    num_tokens: int = 0
+    error: str | None = None
+    is_same: bool | None = None
+    """Whether a reference is its first answer."""
+    borrowed: str | None = None
+    """The other reference, with whose first answer a wrong one begins."""
+    fits: bool | None = None
+    """Whether a constrained answer is what was asked for."""
+    tokens_per_round: float | None = None
+    tokens_per_s: float | None = None
+    resident_bytes: int | None = None
+    total_rounds: int | None = None
+    """The server's counter of rounds, after the answer."""
+    is_gone: bool = False
+    """Whether the server could not be reached any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class SoakFinding:
+    """A fault, by a code, and the answer at which it began."""
+
+    code: str
+    number: int
+    what: str
+
+
+def findings(answers: Sequence[SoakAnswer]) -> list[SoakFinding]:
+    """Return what changed, the earliest first."""
+    found = [
+        *_stopped(answers),
+        *_counters(answers),
+        *_constraints(answers),
+        *_exactness(answers),
+        *_acceptance(answers),
+        *_speed(answers),
+        *_memory(answers),
+    ]
+    return sorted(found, key=lambda one: one.number)
+
+
+def references(answers: Sequence[SoakAnswer]) -> dict[str, list[SoakAnswer]]:
+    """Return the references that were answered, by name."""
+    found: dict[str, list[SoakAnswer]] = {}
+    for one in answers:
+        if one.kind == REFERENCE and one.error is None:
+            found.setdefault(one.name, []).append(one)
+    return found
+
+
+def changed_at(values: Sequence[float], fall: float) -> int | None:
+    """Return the index from which values are lower by more than the share `fall`; None if they are not.
+
+    The best split by the ranks of both sides (Mann and Whitney), whose medians have to be that far apart.
+    """
+    from scipy.stats import mannwhitneyu
+
+    splits = []
+    for at in range(FEWEST, len(values) - FEWEST + 1):
+        before, after = values[:at], values[at:]
+        if median(after) < (1 - fall) * median(before):
+            splits.append((float(mannwhitneyu(before, after, alternative="greater").pvalue), at))
+    best = min(splits, default=(1.0, 0))
+    return best[1] if best[0] < ALPHA / max(1, len(splits)) else None
+
+
+def _stopped(answers: Sequence[SoakAnswer]) -> Iterator[SoakFinding]:
+    gone = next((one for one in answers if one.is_gone), None)
+    if gone is not None:
+        tokens = sum(one.num_tokens for one in answers)
+        yield SoakFinding(
+            "stopped",
+            gone.number,
+            f"it stopped answering after {gone.seconds:,.0f} s and {tokens:,} tokens: {gone.error}",
+        )
+        return
+    asked = [one for one in answers if one.kind != CANCELLED]
+    wrong = [one for one in asked if one.error is not None]
+    if not wrong:
+        return
+    after = [one for one in asked if one.number >= wrong[0].number]
+    share = len(wrong) / len(after)
+    often = (
+        "from then on, most answers failed" if share > MOST_ERRORS else f"{len(wrong)} of {len(asked)} answers failed"
+    )
+    yield SoakFinding("errors", wrong[0].number, f"{often}: {wrong[0].error}")
+
+
+def _counters(answers: Sequence[SoakAnswer]) -> Iterator[SoakFinding]:
+    counted = [one for one in answers if one.total_rounds is not None]
+    for before, after in pairwise(counted):
+        if (after.total_rounds or 0) < (before.total_rounds or 0):
+            what = f"its counter of rounds went back, from {before.total_rounds:,} to {after.total_rounds:,}"
+            yield SoakFinding("counters", after.number, what)
+            return
+
+
+def _constraints(answers: Sequence[SoakAnswer]) -> Iterator[SoakFinding]:
+    asked = [one for one in answers if one.kind == CONSTRAINED and one.fits is not None]
+    broken = [one for one in asked if not one.fits]
+    if not broken:
+        return
+    if broken[0] is asked[0]:
+        what = f"{len(broken)} of {len(asked)} constrained answers do not fit their schema, from the first on"
+    else:
+        later = [one for one in asked if one.number >= broken[0].number]
+        what = f"constrained answers stopped fitting their schema: {len(broken)} of {len(later)} from then on"
+    yield SoakFinding("constraint", broken[0].number, what)
+
+
+def _exactness(answers: Sequence[SoakAnswer]) -> Iterator[SoakFinding]:
+    known = [one for several in references(answers).values() for one in several]
+    known.sort(key=lambda one: one.number)
+    wrong = [one for one in known if one.is_same is False]
+    borrowed = next((one for one in wrong if one.borrowed is not None), None)
+    if borrowed is not None:
+        what = f"the answer to {borrowed.name} began as the answer to {borrowed.borrowed}"
+        yield SoakFinding("context", borrowed.number, what)
+    own = [one for one in wrong if one.borrowed is None]
+    if own:
+        later = sum(one.number >= own[0].number for one in known)
+        what = f"greedy answers differ from their first: {len(own)} of {later} from then on, {own[0].name} first"
+        yield SoakFinding("exactness", own[0].number, what)
+
+
+def _acceptance(answers: Sequence[SoakAnswer]) -> Iterator[SoakFinding]:
+    told = {
+        name: [one for one in several if one.tokens_per_round is not None]
+        for name, several in references(answers).items()
+    }
+    off = {name: first for name, several in told.items() if (first := _off_at(several)) is not None}
+    if off:
+        first = min(off.values(), key=lambda one: one.number)
+        others = ", ".join(name for name in told if name not in off)
+        where = f" for {', '.join(off)}, and still drafts for {others}" if others else ""
+        yield SoakFinding("draft-off", first.number, f"it stopped drafting{where}")
+    yield from _lengths({name: several for name, several in told.items() if name not in off})
+
+
+def _lengths(told: dict[str, list[SoakAnswer]]) -> Iterator[SoakFinding]:
+    """Yield whether tokens per round fell, for good or only after answers were cancelled."""
+    ordered = sorted((one for several in told.values() for one in several), key=lambda one: one.number)
+    levels = _levels(told, "tokens_per_round")
+    after = [level for level, is_after in levels if is_after]
+    others = [level for level, is_after in levels if not is_after]
+    at = changed_at([level for level, _ in levels], FALLS["acceptance"])
+    if at is not None:
+        share = median(level for level, _ in levels[at:]) / median(level for level, _ in levels[:at])
+        follows = ordered[at].after_cancel
+        why = ", from the first references after cancelled answers on" if follows else ""
+        code = "cancel" if follows else "acceptance"
+        yield SoakFinding(code, ordered[at].number, f"tokens per round fell to {100 * share:.0f} %{why}")
+    elif len(after) >= FEWEST and len(others) >= FEWEST and _is_below(after, others, FALLS["acceptance"]):
+        share = median(after) / median(others)
+        number = next(one.number for one in ordered if one.after_cancel)
+        what = f"after cancelled answers, tokens per round are {100 * share:.0f} % of the usual"
+        yield SoakFinding("cancel", number, what)
+
+
+def _off_at(several: Sequence[SoakAnswer]) -> SoakAnswer | None:
+    """Return the answer from which a reference has no drafts any more, if it had any before."""
+    last = next((at for at in range(len(several) - 1, -1, -1) if several[at].tokens_per_round != NO_DRAFTS), None)
+    return several[last + 1] if last is not None and last + 1 < len(several) else None
+
+
+def _is_below(values: Sequence[float], others: Sequence[float], fall: float) -> bool:
+    from scipy.stats import mannwhitneyu
+
+    is_far = median(values) < (1 - fall) * median(others)
+    return is_far and float(mannwhitneyu(values, others, alternative="less").pvalue) < ALPHA
+
+
+def _levels(told: dict[str, list[SoakAnswer]], figure: str) -> list[tuple[float, bool]]:
+    """Return each reference's figure divided by its median, in order, and whether it follows cancelled answers."""
+    found = []
+    for several in told.values():
+        values = [getattr(one, figure) for one in several]
+        if values and (middle := median(values)):
+            found += [
+                (one.number, value / middle, one.after_cancel) for one, value in zip(several, values, strict=True)
+            ]
+    return [(level, is_after) for _, level, is_after in sorted(found)]
+
+
+def _speed(answers: Sequence[SoakAnswer]) -> Iterator[SoakFinding]:
+    told = {
+        name: [one for one in several if one.tokens_per_s is not None] for name, several in references(answers).items()
+    }
+    levels = [level for level, _ in _levels(told, "tokens_per_s")]
+    at = changed_at(levels, FALLS["speed"])
+    if at is None:
+        return
+    ordered = sorted((one for several in told.values() for one in several), key=lambda one: one.number)
+    share = median(levels[at:]) / median(levels[:at])
+    lengths = [level for level, _ in _levels(told, "tokens_per_round")] if _all_told(ordered) else []
+    same = lengths and median(lengths[at:]) >= (1 - FALLS["acceptance"]) * median(lengths[:at])
+    why = ", with the same tokens per round" if same else ""
+    yield SoakFinding("speed", ordered[at].number, f"tokens per second fell to {100 * share:.0f} %{why}")
+
+
+def _all_told(answers: Sequence[SoakAnswer]) -> bool:
+    return all(one.tokens_per_round is not None for one in answers)
+
+
+def _memory(answers: Sequence[SoakAnswer]) -> Iterator[SoakFinding]:
+    from scipy.stats import theilslopes
+
+    known = [one for one in answers if one.resident_bytes]
+    # The first tenth fills caches.
+    known = known[len(known) // 10 :]
+    if len(known) < 2 * FEWEST:
+        return
+    numbers, sizes = [one.number for one in known], [float(one.resident_bytes or 0) for one in known]
+    slope, _, low, _ = theilslopes(sizes, numbers)
+    grown = slope * (numbers[-1] - numbers[0])
+    if low > 0 and grown > GROWTH * median(sizes[:FEWEST]):
+        what = f"its memory grows by {slope / 1e6:.2f} MB per answer, {grown / 1e9:.2f} GB in all"
+        yield SoakFinding("memory", numbers[0], what)
