@@ -374,7 +374,7 @@ def _served_section(rows: Sequence[list[Value]], served: Sequence[benches.BenchR
             f"{bench.name} ({bench.model})",
             f"{bench.num_requests or 'some'} requests",
             bench.num_failed,
-            str(bench.concurrency or "no limit"),
+            "no limit" if bench.is_unlimited else bench.concurrency,
             *(bench.figures.get(name) for name in ids),
         ]
         for bench in served

@@ -527,11 +527,13 @@ def test_how_a_server_was_loaded_and_what_failed_is_shown(tmp_path: Path, main: 
     loaded = SERVED | {"max_concurrency": 8, "failed": 30}
     (tmp_path / "loaded.json").write_text(json.dumps(loaded))
     (tmp_path / "open.json").write_text(json.dumps(SERVED | {"max_concurrency": None}))
-    ar, _, first, second = columns_of(main("compare", "run", "loaded.json", "open.json")[1])
-    assert [(row["failed"], row["conc."]) for row in (ar, first, second)] == [
+    (tmp_path / "unknown.json").write_text(json.dumps({key: SERVED[key] for key in SERVED if key != "max_concurrency"}))
+    ar, _, *served = columns_of(main("compare", "run", "loaded.json", "open.json", "unknown.json")[1])
+    assert [(row["failed"], row["conc."]) for row in (ar, *served)] == [
         ("0", "1"),
         ("30", "8"),
         ("n/a", "no limit"),
+        ("n/a", "n/a"),
     ]
     assert [each["num_failed"] for each in found(main, "run", "loaded.json", "open.json")["served"]] == [30, None]
 

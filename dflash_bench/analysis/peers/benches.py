@@ -41,7 +41,9 @@ class BenchResult:
     num_requests: int | None = None
     num_failed: int | None = None
     concurrency: int | None = None
-    """None if all requests were sent at once, or if that is not known."""
+    """None if it is not known, or unlimited."""
+    is_unlimited: bool = field(default=False, kw_only=True)
+    """Whether all requests were sent at once."""
     figures: Mapping[str, float] = field(kw_only=True)
     left_out: tuple[str, ...] = field(default=(), kw_only=True)
     """Fields with numbers that are not shown."""
@@ -122,7 +124,18 @@ def _served(kind: str, figures_of: Callable[[str, Mapping[str, Any]], Mapping[st
         times = {name: _number(where, result, key) for name, key in TIMES.items()}
         figures = _known({**figures_of(where, result), **times})
         left_out = _numbers_besides(result, OF_SERVING)
-        yield BenchResult(where, kind, model, completed, failed, concurrency, figures=figures, left_out=left_out)
+        is_unlimited = concurrency is None and "max_concurrency" in result
+        yield BenchResult(
+            where,
+            kind,
+            model,
+            completed,
+            failed,
+            concurrency,
+            is_unlimited=is_unlimited,
+            figures=figures,
+            left_out=left_out,
+        )
 
     return read
 
