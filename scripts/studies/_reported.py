@@ -17,11 +17,11 @@ def page(work: Work, run: Path, remark: str = "") -> str:
     return "\n\n".join(filter(None, parts))
 
 
-DISTURBED = ("drift", "slow_plain")
+DISTURBED = ("drift", "outliers", "slow_plain")
 """Kinds of findings on times of a machine that was not quiet."""
 
 
 def doubts(runs: Sequence[Document]) -> str:
-    """Return a sentence on disturbed times, by the runs' findings; empty if there are none."""
-    found = [one.text for run in runs for one in run.findings if one.kind in DISTURBED]
-    return f"\n**The machine was not quiet, so that times are rough**: {'; '.join(found)}.\n" if found else ""
+    """Return a paragraph on disturbed times, by the runs' findings; empty if there are none."""
+    found = "\n".join(f"- {one.text}" for run in runs for one in run.findings if one.kind in DISTURBED)
+    return f"\n**The machine was not quiet, so that times are rough:**\n\n{found}\n" if found else ""

@@ -61,7 +61,7 @@ answer so far, or in earlier answers.
 
 Model-written code ran in a cage without a network. Intervals are over tasks alone (Wilson's). The published rates are
 of the unquantised model, with prompts and tests of EvalPlus; MBPP there is 378 tasks, here the first tasks of its test
-set.
+set. Where the published rate lies in the interval, so many tasks do not show a difference.
 
 {copied}
 ## Where methods lose

@@ -76,7 +76,7 @@ def test_the_readmes_commands_are_those_of_ci() -> None:
 
 HEADLINE = ["results/speed/math-nano-cpu.md"]
 REAL = ["results/speed/real-smollm2-cpu.md"]
-CODE = [f"results/speed/code-qwen2.5-coder-0.5b-instruct-q4_k_m{name}.md" for name in ("", "-mbpp")]
+CODE = ["results/speed/code-qwen2.5-coder-0.5b-instruct-q4_k_m.md"]
 FAMILIAR = ["results/drafts/real-text-nano-cpu.md"]
 
 
