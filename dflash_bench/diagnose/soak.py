@@ -211,9 +211,10 @@ class _Run:
         path = self.plan.out / RECORD
         if not path.exists():
             return
-        lines = path.read_text(encoding="utf-8").splitlines()
         # The last line may be half of one.
-        whole = [json.loads(line) for line in lines if line.endswith("}")]
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines(True) if line.endswith("}\n")]
+        files.write_text(path, "".join(lines))
+        whole = [json.loads(line) for line in lines]
         self.answers = [SoakAnswer(**{name: value for name, value in row.items() if name != "answer"}) for row in whole]
         self.first = {
             row["name"]: _First(row["answer"][0], tuple(row["answer"][1])) for row in whole if "answer" in row
@@ -234,9 +235,9 @@ class _Run:
 
     def _tell_progress(self, began_s: float) -> None:
         left = max(0.0, self.plan.seconds - self._now(began_s))
-        faults = len(findings(self.answers))
-        told = f"{faults} findings" if faults else "nothing changed"
-        self.tell(f"{self.number:,} answers, {told}, {left / 60:.0f} min left")
+        failed = sum(one.error is not None for one in self.answers)
+        changed = sum(one.is_same is False for one in self.answers)
+        self.tell(f"{self.number:,} answers, {failed} failed, {changed} changed, {left / 60:.0f} min left")
 
     def _record(self, answer: SoakAnswer, first: _First | None = None) -> None:
         self.answers.append(answer)

@@ -6,10 +6,12 @@ standard that all later ones are held to.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 REFERENCE, SAMPLED, CANCELLED, CONSTRAINED = "reference", "sampled", "cancelled", "constrained"
 KINDS = (REFERENCE, SAMPLED, CANCELLED, CONSTRAINED)
@@ -18,6 +20,10 @@ FEWEST = 4
 ALPHA = 1e-3
 FALLS = {"acceptance": 0.03, "speed": 0.2}
 """The share by which a figure has to fall to be named."""
+MOST_SPLITS = 200
+"""Splits that are tried first; then those beside the best one."""
+MOST_SIZES = 400
+"""Sizes of memory of which the slope is taken, evenly spread."""
 GROWTH = 0.05
 """The share by which memory has to grow to be named."""
 NO_DRAFTS = 1.0
@@ -92,15 +98,36 @@ def changed_at(values: Sequence[float], fall: float) -> int | None:
 
     The best split by the ranks of both sides (Mann and Whitney), whose medians have to be that far apart.
     """
+    ends = range(FEWEST, len(values) - FEWEST + 1)
+    coarse = ends[:: max(1, len(ends) // MOST_SPLITS)]
+    best = max((_split(values, at, fall) for at in coarse), default=NO_SPLIT)
+    near = [at for at in ends if abs(at - best.at) < coarse.step]
+    best = max((_split(values, at, fall) for at in near), default=NO_SPLIT)
+    return best.at if best.p_value < ALPHA / max(1, len(ends)) else None
+
+
+class _Split(NamedTuple):
+    """A split at an index: how far the ranks after it are lower, in standard deviations, and how likely by chance."""
+
+    deviations: float
+    at: int
+    p_value: float
+
+
+NO_SPLIT = _Split(0.0, 0, 1.0)
+
+
+def _split(values: Sequence[float], at: int, fall: float) -> _Split:
+    """Return the split, or none if its medians are not far enough apart."""
     from scipy.stats import mannwhitneyu
 
-    splits = []
-    for at in range(FEWEST, len(values) - FEWEST + 1):
-        before, after = values[:at], values[at:]
-        if median(after) < (1 - fall) * median(before):
-            splits.append((float(mannwhitneyu(before, after, alternative="greater").pvalue), at))
-    best = min(splits, default=(1.0, 0))
-    return best[1] if best[0] < ALPHA / max(1, len(splits)) else None
+    before, after = values[:at], values[at:]
+    if median(after) >= (1 - fall) * median(before):
+        return NO_SPLIT
+    found = mannwhitneyu(before, after, alternative="greater")
+    pairs = len(before) * len(after)
+    deviations = (found.statistic - pairs / 2) / math.sqrt(pairs * (len(values) + 1) / 12)
+    return _Split(float(deviations), at, float(found.pvalue))
 
 
 def _stopped(answers: Sequence[SoakAnswer]) -> Iterator[SoakFinding]:
@@ -249,6 +276,7 @@ def _memory(answers: Sequence[SoakAnswer]) -> Iterator[SoakFinding]:
     known = known[len(known) // 10 :]
     if len(known) < 2 * FEWEST:
         return
+    known = known[:: max(1, len(known) // MOST_SIZES)]
     numbers, sizes = [one.number for one in known], [float(one.resident_bytes or 0) for one in known]
     slope, _, low, _ = theilslopes(sizes, numbers)
     grown = slope * (numbers[-1] - numbers[0])

@@ -129,6 +129,9 @@ def test_it_goes_on_where_it_stopped_even_in_mid_line(tmp_path: Path) -> None:
         (tmp_path / soaking.STATE).write_text(json.dumps(state | {"url": server.url}))
         again = soak(server.url, tmp_path, first.answers[-1].seconds, Access(timeout_s=20.0))
     assert len(again.answers) == len(first.answers) + 4
+    assert [json.loads(line)["number"] for line in record.read_text().splitlines()] == [
+        one.number for one in again.answers
+    ]
     # It is another server, whose answers differ from the first ones.
     assert [one.is_same for one in again.answers[-4:]] == [False] * 4
     assert {one.code for one in again.findings} >= {"exactness"}

@@ -44,6 +44,15 @@ def test_a_fall_is_found_at_its_place(place: int) -> None:
     assert codes(fewer) == {"acceptance": place}
 
 
+def test_many_answers_are_judged_in_a_moment() -> None:
+    random = Random(0)
+    answers = references(
+        6000, tokens_per_s=lambda number: random.gauss(100 if number < 4321 else 60, 3), resident_bytes=1_000_000_000
+    )
+    found = codes(answers)
+    assert list(found) == ["speed"] and abs(found["speed"] - 4321) <= 5
+
+
 def test_noise_and_small_changes_are_no_findings() -> None:
     for seed in range(20):
         random = Random(seed)
