@@ -51,9 +51,10 @@ AT_A_TIME = 8
 """Answers of the traffic between two turns of the references."""
 TEMPERATURES = (0.0, 0.7, 1.0)
 LENGTHS = (16, 48, 128)
+NAMES, NUMBERS = ("cat", "dog", "owl"), (1, 2, 3)
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 20}, "number": {"type": "integer"}},
+    "properties": {"name": {"enum": [*NAMES]}, "number": {"enum": [*NUMBERS]}},
     "required": ["name", "number"],
     "additionalProperties": False,
 }
@@ -377,7 +378,9 @@ def _mixed(
         length = NUM_CONSTRAINED if kind == CONSTRAINED else random.choice(LENGTHS)
         text = random.choice(texts[9:])
         if kind == CONSTRAINED:
-            text = f"Name an animal and a number, as JSON with the keys name and number. {random.randrange(1000)}"
+            text = (
+                f"Name an animal and a number up to 3, as JSON with the keys name and number. {random.randrange(1000)}"
+            )
         yield kind, text, settings, length, random.uniform(0.1, 0.9)
 
 
@@ -387,4 +390,4 @@ def _fits(text: str) -> bool:
     except ValueError:
         return False
     known = isinstance(value, dict) and value.keys() == {"name", "number"}
-    return known and isinstance(value["name"], str) and type(value["number"]) is int
+    return known and value["name"] in NAMES and value["number"] in NUMBERS

@@ -21,6 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--pages", type=Path, metavar="FOLDER", help="write what was measured there, such as results")
     group.addoption("--limit", type=int, help="number of prompts of each suite")
     group.addoption("--model", default="nano", choices=["nano", "smollm2"], help="of llamacpp")
+    group.addoption("--soak", default="10m", metavar="TIME", help="how long servers are soaked")
     group.addoption("--toy", action="store_true", help="of gpu: the same at toy size, on the CPU")
 
 
