@@ -159,7 +159,10 @@ def test_with_the_same_weights_here_its_answers_are_judged(main: Main) -> None:
 
 
 def test_without_ids_and_counts_a_drafting_server_has_no_decode_speed(main: Main, prompts: Path) -> None:
-    with FakeServer(dialect="openai") as plain, FakeServer(dialect="openai", accepts=(2,), block=3) as drafting:
+    with (
+        FakeServer(dialect="openai", round_s=5e-3) as plain,
+        FakeServer(dialect="openai", accepts=(2,), block=3) as drafting,
+    ):
         words = ("run", "--server", f"plain={plain.url}", "--server", f"dflash={drafting.url}", "--prompts", prompts)
         main(*words, "--max-new-tokens", 24, "--out", "run")
     read = results_table.read_run(Path("run"))
