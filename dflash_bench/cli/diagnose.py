@@ -48,7 +48,10 @@ def try_server(
 @app.command(cls=Command)
 @options.with_options(
     "served_model api_key_env budget seed",
-    helps={"budget": "Ask for this long, such as 90s, 5m or 1h. Default: 1h.", "seed": "Random seed of the traffic."},
+    helps={
+        "budget": "How long to query it, such as 90s, 5m or 1h. Default: 1h.",
+        "seed": "Random seed of the traffic.",
+    },
 )
 def soak(
     request: RunRequest,
@@ -57,19 +60,24 @@ def soak(
         Path | None, Option("-o", "--out", metavar="DIR", help="Folder of the answers. Default: soak in results/runs.")
     ] = None,
     at_a_time: Annotated[
-        int, Option("--concurrency", metavar="N", min=1, max=1024, help="Answers at a time of the mixed traffic.")
+        int, Option("--concurrency", metavar="N", min=1, max=1024, help="Concurrency of the mixed traffic.")
     ] = 4,
     pid: Annotated[
         int | None,
-        Option(metavar="PID", min=1, max=1 << 22, help="The server's process on this machine, to read its memory."),
+        Option(
+            metavar="PID",
+            min=1,
+            max=1 << 22,
+            help="The server's process on this machine, whose memory is read, with that of its children.",
+        ),
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Ask a server for hours, and name what changes and when.
+    """Query a server for hours and report what changes, and when.
 
-    Between mixed traffic, with cancelled and constrained answers, the same greedy questions are asked again and again:
-    their answers, tokens per round, speed and the server's memory are compared with the first ones. The exit status is
-    1 if something changed. Stopped at any time, the same command goes on.
+    The same greedy reference prompts are repeated between mixed traffic with cancelled and constrained requests. Their
+    answers, tokens per round and speed are compared with the first ones, and memory is watched. The exit status is 1
+    if something changed. The same command resumes an interrupted soak.
     """
     from dflash_bench.core import environment
     from dflash_bench.diagnose import show_soak

@@ -1,4 +1,4 @@
-"""A soak on one screen, and as a page: what was asked, the figures of its first and last third, and what changed."""
+"""A soak on one screen and as a page: requests, figures of the first and last third, and what changed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def page(found: Soak, command: str, machine: str) -> str:
         f"{machine}. {_head(found)}.",
         *_asked(found),
         markdown(HEADS, _rows(found), 1),
-        "Figures are medians over the first third of the answers, and over the last.",
+        "Figures are medians over the first and the last third of the answers.",
         "\n".join(f"- {line}" for line in _ends(found)),
     ]
     return "\n\n".join(parts) + "\n"
@@ -49,7 +49,9 @@ def _asked(found: Soak) -> list[str]:
     counts = Counter(one.kind for one in found.answers)
     minutes = found.answers[-1].seconds / 60 if found.answers else 0.0
     kinds = ", ".join(f"{counts[kind]:,} {kind}" for kind in KINDS if counts[kind])
-    return [f"{len(found.answers):,} answers in {minutes:.0f} minutes: {kinds}", *found.notes]
+    judged = [one.fits for one in found.answers if one.fits is not None]
+    matching = [f"{sum(judged):,} of {len(judged):,} constrained answers match their schema"] if judged else []
+    return [f"{len(found.answers):,} requests in {minutes:.0f} minutes: {kinds}", *matching, *found.notes]
 
 
 def _rows(found: Soak) -> list[list[str]]:
@@ -77,9 +79,9 @@ def _ends_of(several: Sequence[SoakAnswer], figure: Callable[[SoakAnswer], float
 def _ends(found: Soak) -> list[str]:
     memory = [one.resident_bytes for one in found.answers if one.resident_bytes]
     told = (
-        f"memory: {memory[0] / 1e9:.2f} GB at first, {memory[-1] / 1e9:.2f} GB at last"
+        f"memory{found.memory_of}: {memory[0] / 1e9:.2f} GB at the start, {memory[-1] / 1e9:.2f} GB at the end"
         if memory
-        else ("memory: not reported by the server; give --pid for one on this machine")
+        else "memory: not reported by the server; --pid reads that of a process on this machine"
     )
     faults = [f"! answer {one.number:,}: {one.what} ({one.code})" for one in found.findings]
-    return [told, *(faults or ["nothing changed: answers, tokens per round, speed and memory are as at first"])]
+    return [told, *(faults or ["no change in answers, tokens per round, speed or memory"])]

@@ -1,7 +1,7 @@
-"""Asks a server for hours, and finds what changes.
+"""Query a server for hours and find what changes.
 
-Mixed traffic, with answers at several temperatures and lengths, cancelled and constrained ones, takes turns with the
-references: greedy questions, asked one at a time, whose answers, rounds and speed are known from their first answers.
+Mixed traffic (several temperatures and lengths, cancelled and constrained requests) alternates with reference
+requests: greedy, one at a time, and compared with the first answer to the same prompt.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -59,16 +60,17 @@ SCHEMA = {
     "additionalProperties": False,
 }
 AS_SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"name": "item", "schema": SCHEMA}}}
+QUESTION = "Name an animal and a number up to 3, as JSON with the keys name and number."
 NUM_CONSTRAINED = 64
-"""Tokens that a constrained answer may have."""
+"""The most tokens of a constrained answer."""
 TOKEN_S = 0.01
 """Seconds per token before any is known."""
 LEAST_SHARED = 8
-"""Tokens with which a wrong answer has to begin like another reference's to count as taken from it."""
+"""The number of first tokens that a wrong answer shares with another reference's to count as that answer."""
 LETTERS = 4
 """Characters of text that count as a token, where the server returns no token ids."""
-MOST_ERRORS = 24
-"""Errors in a row after which the server counts as gone."""
+GONE_AFTER = 24
+"""Consecutive errors after which the server counts as gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +84,13 @@ class Soak:
     answers: tuple[SoakAnswer, ...]
     findings: tuple[SoakFinding, ...]
     notes: tuple[str, ...]
+    memory_of: str
+    """Whose memory was read, as it follows the word memory."""
 
     @property
     def data(self) -> dict[str, Any]:
         """The findings and what they are about, as `--json` prints them."""
-        found = asdict(self)
-        return found | {"answers": len(self.answers)}
+        return asdict(replace(self, answers=())) | {"answers": len(self.answers)}
 
 
 def soak(
@@ -103,10 +106,10 @@ def soak(
     tell: Callable[[str], object] = lambda _: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Soak:
-    """Ask a server for `seconds`; answers are kept in `out`, and the same call goes on where it was stopped.
+    """Query a server for `seconds`. Answers are kept in `out`, and the same call resumes an interrupted soak.
 
-    `process` is the server's, on this machine, whose memory is read; without one, its own metrics are. Raises UserError
-    for an address without a server, and for a folder of another soak.
+    Memory is that of `process` and its children, on this machine; without one, it is what the server's metrics report.
+    Raises UserError if no server responds, and for a folder of another soak.
     """
     tell("connecting")
     try:
@@ -147,6 +150,7 @@ async def _soak(plan: _Plan, tell: Callable[[str], object], clock: Callable[[], 
         tuple(run.answers),
         tuple(findings(run.answers)),
         tuple(run.notes),
+        " of the process that serves /metrics" if plan.process is None else "",
     )
 
 
@@ -187,31 +191,32 @@ class _Run:
     cancels: bool = False
     """Whether answers were cancelled since the last references."""
     number: int = 0
-    spent_s: float = 0.0
-    """The time of earlier parts of this soak."""
+    began_s: float = 0.0
+    """The time on the clock at which this soak would have begun without interruptions."""
 
     async def perform(self) -> None:
-        self._go_on()
+        self.began_s = self.clock() - self._resume()
         texts = _texts()
         references = _references(texts)
-        began_s = self.clock()
-        cycle = 0
+        may_cancel = False
         self.tell("asking the references")
         try:
-            await self._ask_references(references, began_s)
-            while self.spent_s + self.clock() - began_s < self.plan.seconds and not self._has_stopped():
-                cycle += 1
-                await self._ask_traffic(texts, Random(f"{self.plan.seed} {self.number}"), cycle, began_s)
-                await self._ask_references(references, began_s)
-                self._tell_progress(began_s)
+            await self._ask_references(references)
+            while self._now() < self.plan.seconds and not self._has_stopped():
+                requests = _mixed(texts, Random(f"{self.plan.seed} {self.number}"), may_cancel, self.constrains)
+                await self._ask_traffic(requests)
+                await self._ask_references(references)
+                may_cancel = not may_cancel
+                self._tell_progress()
         except UserError as error:
             why = str(of_one_address(error))
-            self._record(SoakAnswer(self._next(), self._now(began_s), SAMPLED, error=why, is_gone=True))
+            self._record(SoakAnswer(self._next(), self._now(), SAMPLED, error=why, is_gone=True))
 
-    def _go_on(self) -> None:
+    def _resume(self) -> float:
+        """Read the answers of an interrupted soak, and return how many seconds it had lasted."""
         path = self.plan.out / RECORD
         if not path.exists():
-            return
+            return 0.0
         # The last line may be half of one.
         lines = [line for line in path.read_text(encoding="utf-8").splitlines(True) if line.endswith("}\n")]
         files.write_text(path, "".join(lines))
@@ -220,22 +225,23 @@ class _Run:
         self.first = {
             row["name"]: _First(row["answer"][0], tuple(row["answer"][1])) for row in whole if "answer" in row
         }
-        if self.answers:
-            self.number, self.spent_s = self.answers[-1].number, self.answers[-1].seconds
+        # Answers of the traffic are recorded as they end, and so not by number.
+        self.number = max((one.number for one in self.answers), default=0)
+        return max((one.seconds for one in self.answers), default=0.0)
 
     def _next(self) -> int:
         self.number += 1
         return self.number
 
-    def _now(self, began_s: float) -> float:
-        return self.spent_s + self.clock() - began_s
+    def _now(self) -> float:
+        return self.clock() - self.began_s
 
     def _has_stopped(self) -> bool:
-        last = [one.error for one in self.answers if one.kind != CANCELLED][-MOST_ERRORS:]
-        return len(last) == MOST_ERRORS and all(last)
+        last = [one.error for one in self.answers if one.kind != CANCELLED][-GONE_AFTER:]
+        return len(last) == GONE_AFTER and all(last)
 
-    def _tell_progress(self, began_s: float) -> None:
-        left = max(0.0, self.plan.seconds - self._now(began_s))
+    def _tell_progress(self) -> None:
+        left = max(0.0, self.plan.seconds - self._now())
         failed = sum(one.error is not None for one in self.answers)
         changed = sum(one.is_same is False for one in self.answers)
         self.tell(f"{self.number:,} answers, {failed} failed, {changed} changed, {left / 60:.0f} min left")
@@ -246,12 +252,12 @@ class _Run:
         with (self.plan.out / RECORD).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
-    async def _ask_references(self, references: dict[str, tuple[str, int]], began_s: float) -> None:
+    async def _ask_references(self, references: dict[str, tuple[str, int]]) -> None:
         for name, (text, length) in references.items():
             given = await sequential(self.server, self._request(text, GREEDY, length), self.clock)
             answer = SoakAnswer(
                 self._next(),
-                self._now(began_s),
+                self._now(),
                 REFERENCE,
                 name,
                 self.cancels,
@@ -282,48 +288,43 @@ class _Run:
             "tokens_per_s": given.num_decoded / given.decode_s if given.num_decoded and given.decode_s > 0 else None,
         }
 
-    async def _ask_traffic(self, texts: Sequence[str], random: Random, cycle: int, began_s: float) -> None:
-        """Send mixed requests, `concurrency` at a time; every other turn cancels some."""
-        wanted = iter(list(_mixed(texts, random, may_cancel=cycle % 2 == 0, may_constrain=self.constrains)))
+    async def _ask_traffic(self, requests: Iterator[_Request]) -> None:
+        """Send the requests, `concurrency` at a time."""
         token_s = next((1 / one.tokens_per_s for one in reversed(self.answers) if one.tokens_per_s), TOKEN_S)
 
         async def worker() -> None:
-            for kind, text, settings, length, share in wanted:
-                await self._ask_one(kind, text, settings, length, share * length * token_s, began_s)
+            for one in requests:
+                await (self._cancel(one, token_s) if one.kind == CANCELLED else self._ask(one))
 
         workers = [asyncio.ensure_future(worker()) for _ in range(self.plan.concurrency)]
         try:
             await asyncio.gather(*workers)
         finally:
-            for one in workers:
-                one.cancel()
+            for task in workers:
+                task.cancel()
 
-    async def _ask_one(
-        self, kind: str, text: str, settings: Settings, length: int, within_s: float, began_s: float
-    ) -> None:
+    async def _cancel(self, one: _Request, token_s: float) -> None:
+        """Close the connection when about the request's share of the answer has arrived."""
+        number, self.cancels = self._next(), True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(one.share * one.length * token_s):
+                await ask(self.server, self._request(one.text, one.settings, one.length), self.clock)
+        self._record(SoakAnswer(number, self._now(), CANCELLED))
+
+    async def _ask(self, one: _Request) -> None:
         number = self._next()
-        request = self._request(text, settings, length)
-        if kind == CANCELLED:
-            self.cancels = True
-            try:
-                async with asyncio.timeout(within_s):
-                    await ask(self.server, request, self.clock)
-            except TimeoutError:
-                pass
-            self._record(SoakAnswer(number, self._now(began_s), CANCELLED))
-            return
-        if kind == CONSTRAINED:
-            request = replace(request, in_chats=AS_SCHEMA)
-        given = await ask(self.server, request, self.clock)
-        if kind == CONSTRAINED and _refuses(given):
+        request = self._request(one.text, one.settings, one.length)
+        is_constrained = one.kind == CONSTRAINED
+        given = await ask(self.server, replace(request, in_chats=AS_SCHEMA if is_constrained else {}), self.clock)
+        if is_constrained and _refuses(given):
             if self.constrains:
-                self.notes.append(f"it refuses constrained answers, which are left out: {given.error}")
+                self.notes.append(f"constrained requests are refused, and were skipped: {given.error}")
             self.constrains = False
             return
-        answer = SoakAnswer(number, self._now(began_s), kind, num_tokens=given.num_tokens, error=given.error)
-        if kind == CONSTRAINED and given.error is None and given.finish_reason == "stop":
-            answer = replace(answer, fits=_fits(given.text))
-        self._record(answer)
+        fits = _fits(given.text, is_whole=given.finish_reason == "stop") if is_constrained and not given.error else None
+        self._record(
+            SoakAnswer(number, self._now(), one.kind, num_tokens=given.num_tokens, error=given.error, fits=fits)
+        )
 
     def _request(self, text: str, settings: Settings, length: int) -> ServerRequest:
         chat = (Message("user", text),)
@@ -363,10 +364,19 @@ def _references(texts: Sequence[str]) -> dict[str, tuple[str, int]]:
     }
 
 
-def _mixed(
-    texts: Sequence[str], random: Random, *, may_cancel: bool, may_constrain: bool
-) -> Iterator[tuple[str, str, Settings, int, float]]:
-    """Yield a turn of traffic: kind, prompt, settings, length, and the share of it after which it is cancelled."""
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A request of the mixed traffic; a cancelled one is cancelled at `share` of its answer."""
+
+    kind: str
+    text: str
+    settings: Settings
+    length: int
+    share: float
+
+
+def _mixed(texts: Sequence[str], random: Random, may_cancel: bool, may_constrain: bool) -> Iterator[_Request]:
+    """Yield the requests between two turns of the references."""
     kinds = [SAMPLED] * AT_A_TIME
     if may_constrain:
         kinds[0] = CONSTRAINED
@@ -374,20 +384,16 @@ def _mixed(
         kinds[-2:] = [CANCELLED] * 2
     random.shuffle(kinds)
     for kind in kinds:
-        settings = Settings(temperature=random.choice(TEMPERATURES))
-        length = NUM_CONSTRAINED if kind == CONSTRAINED else random.choice(LENGTHS)
-        text = random.choice(texts[9:])
+        text, length = random.choice(texts[3 + NUM_JOINED :]), random.choice(LENGTHS)
         if kind == CONSTRAINED:
-            text = (
-                f"Name an animal and a number up to 3, as JSON with the keys name and number. {random.randrange(1000)}"
-            )
-        yield kind, text, settings, length, random.uniform(0.1, 0.9)
+            text, length = f"{QUESTION} {random.randrange(1000)}", NUM_CONSTRAINED
+        settings = Settings(temperature=random.choice(TEMPERATURES))
+        yield _Request(kind, text, settings, length, random.uniform(0.1, 0.9))
 
 
-def _fits(text: str) -> bool:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return False
-    known = isinstance(value, dict) and value.keys() == {"name", "number"}
-    return known and value["name"] in NAMES and value["number"] in NUMBERS
+def _fits(text: str, is_whole: bool) -> bool:
+    """Return whether a text is what the schema allows, or, if it was cut at the limit, the beginning of it."""
+    compact = "".join(text.split())
+    known = [f'{{"name":"{name}","number":{number}}}' for name in NAMES for number in NUMBERS]
+    known += [f'{{"number":{number},"name":"{name}"}}' for name in NAMES for number in NUMBERS]
+    return compact in known if is_whole else any(one.startswith(compact) for one in known)

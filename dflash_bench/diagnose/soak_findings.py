@@ -1,7 +1,6 @@
-"""What hours of answers show: which figure of a server changed, and at which answer.
+"""Find which figures of a server changed during a soak, and at which answer.
 
-The same greedy questions, the references, are asked again and again between mixed traffic. Their first answers are the
-standard that all later ones are held to.
+Reference requests repeat the same greedy prompts between mixed traffic; each answer is compared with the first one.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ FEWEST = 4
 """Answers on each side of a change."""
 ALPHA = 1e-3
 FALLS = {"acceptance": 0.03, "speed": 0.2}
-"""The share by which a figure has to fall to be named."""
+"""The smallest relative drop that is reported."""
 MOST_SPLITS = 200
-"""Splits that are tried first; then those beside the best one."""
+"""The number of evenly spaced splits tried first; the neighbours of the best one follow."""
 MOST_SIZES = 400
-"""Sizes of memory of which the slope is taken, evenly spread."""
+"""The number of evenly spaced sizes from which the slope of memory is estimated."""
 GROWTH = 0.05
-"""The share by which memory has to grow to be named."""
+"""The smallest relative growth of memory that is reported."""
 NO_DRAFTS = 1.0
 """Tokens per round without drafts."""
 MOST_ERRORS = 0.5
-"""The share of the last answers that may fail before the server counts as stopped."""
+"""The share of failed answers above which most are reported to have failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class SoakFinding:
 
 
 def findings(answers: Sequence[SoakAnswer]) -> list[SoakFinding]:
-    """Return what changed, the earliest first."""
+    """Return what changed, earliest first."""
     found = [
         *_stopped(answers),
         *_counters(answers),
@@ -94,9 +93,9 @@ def references(answers: Sequence[SoakAnswer]) -> dict[str, list[SoakAnswer]]:
 
 
 def changed_at(values: Sequence[float], fall: float) -> int | None:
-    """Return the index from which values are lower by more than the share `fall`; None if they are not.
+    """Return the index at which values drop by more than the share `fall`; None if they do not.
 
-    The best split by the ranks of both sides (Mann and Whitney), whose medians have to be that far apart.
+    Of all splits whose medians are that far apart, it is the one with the largest Mann-Whitney statistic.
     """
     ends = range(FEWEST, len(values) - FEWEST + 1)
     coarse = ends[:: max(1, len(ends) // MOST_SPLITS)]
@@ -107,7 +106,7 @@ def changed_at(values: Sequence[float], fall: float) -> int | None:
 
 
 class _Split(NamedTuple):
-    """A split at an index: how far the ranks after it are lower, in standard deviations, and how likely by chance."""
+    """A split at an index, with its standardised Mann-Whitney statistic and p-value."""
 
     deviations: float
     at: int
@@ -146,9 +145,7 @@ def _stopped(answers: Sequence[SoakAnswer]) -> Iterator[SoakFinding]:
         return
     after = [one for one in asked if one.number >= wrong[0].number]
     share = len(wrong) / len(after)
-    often = (
-        "from then on, most answers failed" if share > MOST_ERRORS else f"{len(wrong)} of {len(asked)} answers failed"
-    )
+    often = "most answers failed since then" if share > MOST_ERRORS else f"{len(wrong)} of {len(asked)} answers failed"
     yield SoakFinding("errors", wrong[0].number, f"{often}: {wrong[0].error}")
 
 
@@ -156,7 +153,7 @@ def _counters(answers: Sequence[SoakAnswer]) -> Iterator[SoakFinding]:
     counted = [one for one in answers if one.total_rounds is not None]
     for before, after in pairwise(counted):
         if (after.total_rounds or 0) < (before.total_rounds or 0):
-            what = f"its counter of rounds went back, from {before.total_rounds:,} to {after.total_rounds:,}"
+            what = f"its round counter went backwards, from {before.total_rounds:,} to {after.total_rounds:,}"
             yield SoakFinding("counters", after.number, what)
             return
 
@@ -167,10 +164,10 @@ def _constraints(answers: Sequence[SoakAnswer]) -> Iterator[SoakFinding]:
     if not broken:
         return
     if broken[0] is asked[0]:
-        what = f"{len(broken)} of {len(asked)} constrained answers do not fit their schema, from the first on"
+        what = f"{len(broken)} of {len(asked)} constrained answers do not match their schema, starting with the first"
     else:
         later = [one for one in asked if one.number >= broken[0].number]
-        what = f"constrained answers stopped fitting their schema: {len(broken)} of {len(later)} from then on"
+        what = f"constrained answers no longer match their schema: {len(broken)} of {len(later)} since then"
     yield SoakFinding("constraint", broken[0].number, what)
 
 
@@ -180,12 +177,12 @@ def _exactness(answers: Sequence[SoakAnswer]) -> Iterator[SoakFinding]:
     wrong = [one for one in known if one.is_same is False]
     borrowed = next((one for one in wrong if one.borrowed is not None), None)
     if borrowed is not None:
-        what = f"the answer to {borrowed.name} began as the answer to {borrowed.borrowed}"
+        what = f"the answer to '{borrowed.name}' begins like the answer to '{borrowed.borrowed}'"
         yield SoakFinding("context", borrowed.number, what)
     own = [one for one in wrong if one.borrowed is None]
     if own:
         later = sum(one.number >= own[0].number for one in known)
-        what = f"greedy answers differ from their first: {len(own)} of {later} from then on, {own[0].name} first"
+        what = f"greedy answers changed: {len(own)} of {later} since then differ from the first one ({own[0].name})"
         yield SoakFinding("exactness", own[0].number, what)
 
 
@@ -213,20 +210,20 @@ def _lengths(told: dict[str, list[SoakAnswer]]) -> Iterator[SoakFinding]:
     if at is not None:
         share = median(level for level, _ in levels[at:]) / median(level for level, _ in levels[:at])
         follows = ordered[at].after_cancel
-        why = ", from the first references after cancelled answers on" if follows else ""
+        why = ", starting with the first references after cancelled requests" if follows else ""
         code = "cancel" if follows else "acceptance"
-        yield SoakFinding(code, ordered[at].number, f"tokens per round fell to {100 * share:.0f} %{why}")
+        yield SoakFinding(code, ordered[at].number, f"tokens per round fell to {100 * share:.0f} % of before{why}")
     elif len(after) >= FEWEST and len(others) >= FEWEST and _is_below(after, others, FALLS["acceptance"]):
         share = median(after) / median(others)
         number = next(one.number for one in ordered if one.after_cancel)
-        what = f"after cancelled answers, tokens per round are {100 * share:.0f} % of the usual"
+        what = f"after cancelled requests, tokens per round are {100 * share:.0f} % of normal"
         yield SoakFinding("cancel", number, what)
 
 
 def _off_at(several: Sequence[SoakAnswer]) -> SoakAnswer | None:
-    """Return the answer from which a reference has no drafts any more, if it had any before."""
+    """Return the first answer of a reference after which no draft token was accepted, if any was before."""
     last = next((at for at in range(len(several) - 1, -1, -1) if several[at].tokens_per_round != NO_DRAFTS), None)
-    return several[last + 1] if last is not None and last + 1 < len(several) else None
+    return several[last + 1] if last is not None and len(several) - last > FEWEST else None
 
 
 def _is_below(values: Sequence[float], others: Sequence[float], fall: float) -> bool:
@@ -261,7 +258,7 @@ def _speed(answers: Sequence[SoakAnswer]) -> Iterator[SoakFinding]:
     lengths = [level for level, _ in _levels(told, "tokens_per_round")] if _all_told(ordered) else []
     same = lengths and median(lengths[at:]) >= (1 - FALLS["acceptance"]) * median(lengths[:at])
     why = ", with the same tokens per round" if same else ""
-    yield SoakFinding("speed", ordered[at].number, f"tokens per second fell to {100 * share:.0f} %{why}")
+    yield SoakFinding("speed", ordered[at].number, f"tokens per second fell to {100 * share:.0f} % of before{why}")
 
 
 def _all_told(answers: Sequence[SoakAnswer]) -> bool:
@@ -281,5 +278,5 @@ def _memory(answers: Sequence[SoakAnswer]) -> Iterator[SoakFinding]:
     slope, _, low, _ = theilslopes(sizes, numbers)
     grown = slope * (numbers[-1] - numbers[0])
     if low > 0 and grown > GROWTH * median(sizes[:FEWEST]):
-        what = f"its memory grows by {slope / 1e6:.2f} MB per answer, {grown / 1e9:.2f} GB in all"
+        what = f"memory grows by {slope / 1e6:.2f} MB per answer, {grown / 1e9:.2f} GB in all"
         yield SoakFinding("memory", numbers[0], what)

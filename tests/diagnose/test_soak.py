@@ -27,7 +27,7 @@ FROM = 40
 """The answer from which a fault is there."""
 LETTERS = 1000
 """Tokens from here on are letters."""
-AS_ASKED, FREE = '{"name": "cat", "number": 3}', "a cat, I say"
+AS_ASKED, FREE = '{"name": "cat", "number": 3}', "a cat, I say, and then another cat, " * 9
 SHORT = soaking._references(soaking._texts())["a short answer"][0]
 
 
@@ -53,7 +53,7 @@ class Ageing(FakeServer):
     def _answer(self, prompt: str, most: int) -> list[int]:
         self.last = prompt
         if "JSON" in prompt:
-            return letters(FREE if self.has == "constraint" else AS_ASKED)
+            return letters(FREE if self.has == "constraint" else AS_ASKED)[:most]  # free text goes on to the limit
         if self.has == "context" and self.num_answers % 3 == 0:
             prompt = self.first
         self.first = self.first or prompt
@@ -78,7 +78,7 @@ class Ageing(FakeServer):
             return False
         if self.fault == "counters" and self.num_answers == FROM:
             self.count = Count()
-        self.does.round_s = 0.02 if self.has == "speed" else 4e-3 if self.fault in ("cancel", "speed") else 0.0
+        self.does.round_s = 0.01 if self.has == "speed" else 2e-3 if self.fault in ("cancel", "speed") else 0.0
         try:
             return await super()._generate(path, body, writer)
         except ConnectionError:
@@ -153,3 +153,19 @@ def test_the_command_writes_a_page_and_fails_for_findings(tmp_path: Path, main: 
         words = ("soak", server.url, "--for", "1s", "--seed", 1, "-o", tmp_path / "one")
         code, _, err = main(*words)
     assert code == 2 and "same options" in err.splitlines()[-1]
+
+
+@each(
+    ("text", "is_whole", "fits"),
+    [
+        ('{"name": "owl",\n "number": 2}', True, True),
+        ('{"number": 1, "name": "dog"}', True, True),
+        ('{"name": "owl", "number": 4}', True, False),
+        ('{"name": "owl", "number": 2', True, False),
+        ('{"name": "owl",\n\n', False, True),
+        ("The owl is a bird", False, False),
+        ('{"name": "owl", "number": 2} and', False, False),
+    ],
+)
+def test_an_answer_cut_at_its_limit_is_judged_too(text: str, is_whole: bool, fits: bool) -> None:
+    assert soaking._fits(text, is_whole) is fits

@@ -77,6 +77,7 @@ def test_drafts_that_are_off_are_named_by_their_reference() -> None:
     (found,) = findings(answers)
     assert (found.code, found.number) == ("draft-off", 21) and "chat" in found.what and "code" in found.what
     assert codes(references(60, tokens_per_round=1.0)) == {}, "never drafted"
+    assert codes(references(60, tokens_per_round=lambda number: 1.0 if number > 58 else 4.0)) == {}, "too few to tell"
 
 
 def test_cancelled_answers_that_cost_acceptance_for_a_while_are_named() -> None:

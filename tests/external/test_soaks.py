@@ -1,4 +1,4 @@
-"""`soak` of a real server that drafts with DFlash: its page, and nothing that our own counting would have made up."""
+"""`soak` on a real server that drafts with DFlash, and its page."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from studies._study import bench
 HERE = Path(__file__).parent / "servers"
 PROGRAMS = {"vllm": "vllm_server_here", "llama.cpp": "llama_server_here"}
 EXPECTED = {"vllm": {"speed", "errors"}, "llama.cpp": {"speed"}}
-"""Findings that other programs on the machine cause, or its own faults: vLLM 0.32 ends some constrained answers,
-because its grammar rejects a token of its own."""
+"""Findings caused by other programs on the machine, or by the server: vLLM 0.32 aborts some constrained answers because
+its grammar rejects one of its own tokens."""
 
 
 @pytest.mark.parametrize(
