@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
+from statistics import median, median_high
 from typing import NamedTuple
 
 REFERENCE, SAMPLED, CANCELLED, CONSTRAINED = "reference", "sampled", "cancelled", "constrained"
@@ -121,7 +121,8 @@ def _split(values: Sequence[float], at: int, fall: float) -> _Split:
     from scipy.stats import mannwhitneyu
 
     before, after = values[:at], values[at:]
-    if median(after) >= (1 - fall) * median(before):
+    # The higher median: half of few answers being low is no change.
+    if median_high(after) >= (1 - fall) * median(before):
         return NO_SPLIT
     found = mannwhitneyu(before, after, alternative="greater")
     pairs = len(before) * len(after)
