@@ -40,9 +40,9 @@ COMMANDS = (
     "of options is given with `--config`."
 )
 LOADING = (
-    "# Which draft loads where\n\nRead from the servers' code, and tested where the table says so. An empty cell: not "
-    "known to load. This project's engine computes all kinds, as published.\n"
-    "`dflash-bench models --engines` prints the kinds, `dflash-bench models NAME --engines` the drafts of a model."
+    "# Which draft loads where\n\nBased on the servers' code; the table says which were tested. An empty cell means "
+    "not known to load. This project's engine computes all kinds, as published.\n"
+    "`dflash-bench models --engines` prints the kinds, `dflash-bench models NAME --engines` the drafts of one model."
 )
 SUMMARY = (
     "Measures speculative decoding honestly: DFlash, EAGLE-3 and other methods against plain decoding; acceptance, "

@@ -365,12 +365,12 @@ _OWN: dict[str, MethodSpec] = {
         ),
         MethodSpec(
             "specdiff2",
-            "a diffusion language model drafts, several drawn from one pass, as a tree (arXiv 2511.00606)",
+            "a diffusion language model drafts a tree, sampled from one pass (arXiv 2511.00606)",
             "block-diffusion", "tree", True,
             (
                 _drafted("specdiff2", 16),
-                Option("samples", "drafts drawn for each round", 8, 1, 16, "drafts"),
-                Option("temperature", "temperature of the draws; 0 takes the likeliest", 1.0, 0, 4, kind=float),
+                Option("samples", "drafts sampled per round", 8, 1, 16, "drafts"),
+                Option("temperature", "sampling temperature of drafts; 0: the likeliest tokens", 1.0, 0, 4, kind=float),
                 _SEED,
             ),
             count="n",

@@ -128,8 +128,8 @@ _open: list[Stages] = []
 class Stages:
     """Shows the stages of a command whose progress cannot be counted, and their durations.
 
-    A thread shows that the newest one goes on, since the work may report nothing: in a terminal every second, which is
-    seldom enough for stages that time passes; elsewhere by a line every few seconds.
+    A thread updates the current stage, since the work itself may report nothing: in a terminal once per second, which
+    is rare enough not to disturb stages that time passes; elsewhere by a line every few seconds.
     """
 
     def __init__(self, stream: TextIO | None = None, every_s: float | None = None, *, keeps_times: bool = True) -> None:

@@ -74,7 +74,7 @@ class _Remarks:
         left_out = "conversations hold no message of the user, and are left out"
         said = {left_out: self.empty, "prompts are JSON, and are asked as they are": self.as_json}
         told = [f"{len(all_)} {what}, such as {', '.join(all_[:MOST_NAMED])}" for what, all_ in said.items() if all_]
-        return [*(f"columns: {columns}" for columns in self.columns), *told]
+        return [*(f"using {columns}" for columns in self.columns), *told]
 
 
 def load(
@@ -170,7 +170,7 @@ def _prompt(where: str, index: int, row: Row, is_scored: bool, remarks: _Remarks
     """Return the prompt of a row; None if it is left out."""
     if chosen.prompt is None and not _forms(row):
         columns, answer = found(row)
-        and_answer = "" if answer is None else f", {answer} as the right answer"
+        and_answer = "" if answer is None else f", {answer} as the reference answer"
         remarks.columns |= {f"{' and '.join(columns)} as the prompt{and_answer}": None} if columns else {}
     row = _usual(where, row, chosen)
     forms = _forms(row)

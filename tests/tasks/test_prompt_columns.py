@@ -46,7 +46,7 @@ def test_the_commonest_shapes_are_read(name: str, tmp_path: Path) -> None:
 def test_what_was_read_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("instruction,input,output,words\nAdd.,2 3,5,x\n")
     assert prompts.load(tmp_path / "a.csv").notes[0] == (
-        "columns: instruction and input as the prompt, output as the right answer"
+        "using instruction and input as the prompt, output as the reference answer"
     )
 
 

@@ -38,7 +38,7 @@ class DiffuSpecDrafter(HostDrafter):
 
     def __init__(self, guesses: Guesses, method: Method) -> None:
         super().__init__(guesses.most, guesses.device)
-        self.guesses, self.stop_ids = guesses, guesses.stop_ids
+        self.guesses = guesses
         least = min(guesses.most, method.number("least"))
         self.new_controller: Callable[[], LengthController] = lambda: LengthController(least, guesses.most)
         self.top_k, self.beam = method.number("top_k"), method.number("beam")
@@ -91,10 +91,12 @@ class DiffuSpecDrafter(HostDrafter):
 
     def _path(self, row: int, guesses: list[list[Guess]]) -> Text:
         likeliest = [place[0][0] for place in guesses]
-        ends = [at for at, token in enumerate(likeliest) if token in self.stop_ids]
+        ends = [at for at, token in enumerate(likeliest) if token in self.guesses.stop_ids]
         self.drafted[row] = ends[0] if ends else len(likeliest)
-        places = [kept_guesses(place, self.mass, self.stop_ids) for place in guesses[: ends[0] + 1 if ends else None]]
-        return best_path(places, self.models[row], self.texts[row], self.beam, self.share, self.stop_ids)
+        places = [
+            kept_guesses(place, self.mass, self.guesses.stop_ids) for place in guesses[: ends[0] + 1 if ends else None]
+        ]
+        return best_path(places, self.models[row], self.texts[row], self.beam, self.share, self.guesses.stop_ids)
 
 
 # A left-to-right path through a draft's guesses, and the length of the next draft.

@@ -1,7 +1,7 @@
-"""Diffusion language models as drafts: what they guess behind a text, all places in one pass.
+"""Diffusion language models as drafts: predict all positions after a text in one pass.
 
-What a pass sees depends on the model: Dream and LLaDA see the whole text in both directions, so that it is read anew in
-every round; models with blocks keep what they have read.
+Dream and LLaDA attend to the whole text in both directions, so every round reads it anew; models with blocks keep a KV
+cache of finished text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """SpecDiff-2's self-selection: several drafts from one pass of a diffusion language model (arXiv 2511.00606).
 
-One pass guesses all places behind the text. Drafts are drawn from its distributions, each place by itself, and merged
-into a tree; the target verifies all of them at once and keeps the one that it accepts furthest. So the authors' code
-has it; their other half, streak distillation, trains the model and changes nothing here.
+One pass predicts all positions after the text. Drafts are sampled from these distributions, each position
+independently, and merged into a tree that the target verifies in one pass; the longest accepted prefix is kept. This
+follows the authors' code. Streak distillation, the paper's training objective, does not affect decoding.
 """
 
 from __future__ import annotations
