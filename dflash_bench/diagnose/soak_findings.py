@@ -140,13 +140,16 @@ def _stopped(answers: Sequence[SoakAnswer]) -> Iterator[SoakFinding]:
             f"it stopped answering after {gone.seconds:,.0f} s and {tokens:,} tokens: {gone.error}",
         )
         return
-    asked = [one for one in answers if one.kind != CANCELLED]
-    wrong = [one for one in asked if one.error is not None]
+    wrong = [one for one in answers if one.error is not None]
     if not wrong:
         return
-    after = [one for one in asked if one.number >= wrong[0].number]
-    share = len(wrong) / len(after)
-    often = "most answers failed since then" if share > MOST_ERRORS else f"{len(wrong)} of {len(asked)} answers failed"
+    kinds = {one.kind for one in wrong}
+    asked = [one for one in answers if one.kind in (kinds if len(kinds) == 1 else {*KINDS} - {CANCELLED})]
+    which = f"{wrong[0].kind} answers" if len(kinds) == 1 else "answers"
+    since = sum(one.number >= wrong[0].number for one in asked)
+    often = f"{len(wrong):,} of {len(asked):,} {which} failed"
+    if len(wrong) > MOST_ERRORS * since:
+        often = f"most {which} failed since then"
     yield SoakFinding("errors", wrong[0].number, f"{often}: {wrong[0].error}")
 
 

@@ -107,6 +107,9 @@ def test_wrong_answers_counters_and_constraints() -> None:
 def test_errors_and_a_server_that_is_gone() -> None:
     answers = references(20)
     some = [*answers, SoakAnswer(21, 2.1, SAMPLED, error="HTTP 500"), *references(40)[21:]]
-    assert codes(some) == {"errors": 21} and "1 of 40" in findings(some)[0].what
+    assert codes(some) == {"errors": 21} and "most sampled answers" in findings(some)[0].what
+    errors = ["HTTP 500", None, None, None, None] * 4
+    constrained = [SoakAnswer(number, 3.0, CONSTRAINED, error=error) for number, error in enumerate(errors, start=21)]
+    assert "4 of 20 constrained answers" in findings([*answers, *constrained])[0].what
     gone = [*answers, SoakAnswer(21, 2.1, SAMPLED, error="cannot connect", is_gone=True)]
     assert codes(gone) == {"stopped": 21}
