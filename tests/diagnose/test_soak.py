@@ -10,8 +10,6 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from dflash_bench.diagnose import soak as soaking
 from dflash_bench.diagnose.show_soak import text
 from dflash_bench.diagnose.soak import Soak, soak
@@ -100,7 +98,6 @@ def soaked(fault: str, out: Path, answers: int = 170, refuses: tuple[str, ...] =
 FAULTS = ("memory", "cancel", "stopped", "constraint", "context", "counters", "speed", "draft-off")
 
 
-@pytest.mark.in_full
 @each("fault", FAULTS)
 def test_a_planted_fault_is_named_with_its_place(fault: str, tmp_path: Path) -> None:
     found = soaked(fault, tmp_path / fault)
