@@ -30,6 +30,7 @@ class Options(TypedDict, total=False):
     launch_with: str
     launch_args: str
     rate: float | Sequence[float]
+    clients: int
     max_new_tokens: int
     temperature: float | Sequence[float]
     top_k: int | Sequence[int]

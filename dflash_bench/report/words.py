@@ -278,6 +278,7 @@ def _settings(identity: RunIdentity) -> list[str]:
         "device": identity.device,
         "threads": identity.threads,
         "workers": _workers(identity),
+        "clients": identity.clients,
         "attention": None if identity.paths else identity.attention,
         **{part: path.used for part, path in identity.paths.items()},
         "engine": _engine(identity),

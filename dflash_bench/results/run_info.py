@@ -226,6 +226,7 @@ class RunIdentity(StoredModel):
     device: str | None = None
     threads: Whole | None = None
     workers: WorkersEntry | None = None
+    clients: Whole | None = None
     audit: str | None = None
     code: str | None = None
     plan: str | None = None

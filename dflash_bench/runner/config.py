@@ -305,6 +305,22 @@ class ServerOptions:
         ),
         in_race=False,
     )
+    clients: int = _servers(
+        "Send the requests of --concurrency and --rate from N processes, whose clocks are compared: one process "
+        "reads some thousand chunks per second on time.",
+        default=1,
+        metavar="N",
+        minimum=1,
+        most=64,
+        needs=(
+            rules.SERVERS,
+            condition(
+                lambda options: bool(options.rate) or rules.is_concurrent(options),
+                "without --rate or --concurrency: one request at a time needs one process",
+                is_of_sweep=True,
+            ),
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

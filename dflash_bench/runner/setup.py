@@ -63,6 +63,7 @@ def open_servers(resolved: RunPlan, addresses: Sequence[Address]) -> ServerBacke
         request.seed or 0,
         dialect=request.dialect,
         model=request.served_model,
+        num_clients=request.clients,
     )
     backend.asks_to_think = request.thinking is not None
     for one in resolved.instruments.values():
@@ -154,7 +155,7 @@ def late(backend: Backend) -> list[str]:
     named = full_names(list(dict.fromkeys(settings for _, settings in lags)))
     return [
         f"{shown(method)}, {named[settings]}: this machine noticed arrivals up to {1000 * lag_s:.0f} ms late, so its "
-        "times are partly the client's; lower --concurrency or --rate, or ask from a faster machine"
+        "times are partly the client's; give more --clients, or lower --concurrency or --rate"
         for (method, settings), lag_s in lags.items()
         if lag_s > LATE_S
     ]

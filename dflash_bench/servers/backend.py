@@ -21,7 +21,8 @@ from dflash_bench.core.types import GREEDY, NOBODY, Divergence, Generation, List
 from dflash_bench.servers import connect
 from dflash_bench.servers.address import Access, Address
 from dflash_bench.servers.connect import Server
-from dflash_bench.servers.requests import closed_loop, open_loop, sequential
+from dflash_bench.servers.crowd import Crowd
+from dflash_bench.servers.requests import LagWatch, ask, closed_loop, open_loop, sequential
 
 
 class LocalTarget(Protocol):
@@ -63,8 +64,12 @@ class ServerBackend:
         dialect: str | None = None,
         model: str | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        num_clients: int = 1,
     ) -> None:
-        """Connect to all servers. Raises UserError for a server that cannot be measured."""
+        """Connect to all servers. Raises UserError for a server that cannot be measured.
+
+        `num_clients` processes send the requests of loads; of 1, that is this one.
+        """
         self.max_new_tokens, self.seed, self.clock = max_new_tokens, seed, clock
         self.local: LocalTarget | None = None
         self.vocabulary = 2**31
@@ -79,7 +84,8 @@ class ServerBackend:
         self._salt, self._number = uuid4().hex, count()
         self._runner = asyncio.Runner()
         self.lags: dict[tuple[str, Settings], float] = {}
-        """How late this process was, by method and settings; see `Server.lag_s`."""
+        """How late arrivals were noticed under load, by method and settings; see `LagWatch`."""
+        self.crowd = None if num_clients == 1 else Crowd(num_clients, clock)
         self.servers: dict[str, Server] = {}
         try:
             wanted = connect.dialect_named(dialect)
@@ -99,6 +105,8 @@ class ServerBackend:
             server.reuses_prefixes = True
 
     def close(self) -> None:
+        if self.crowd is not None:
+            self._runner.run(self.crowd.close())
         for server in self.servers.values():
             self._runner.run(server.client.close())
         self.servers = {}
@@ -138,6 +146,7 @@ class ServerBackend:
         dtype = types.pop() if len(types) == 1 and "None" not in types else "unknown"
         names = [server.model for server in self.servers.values()]
         own: dict[str, Any] = {"model": names[0] or "server"} if self.local is None else {}
+        own |= {} if self.crowd is None else {"clients": self.crowd.num}
         own |= {"engine": "server", "network": "server", "methods": methods, "servers": servers, "dtype": dtype}
         return {**own, **self.about}
 
@@ -218,18 +227,44 @@ class ServerBackend:
         sent = [self._request(server, messages, settings, repeat) for messages, repeat in requests]
         start_s = self.clock()
         try:
-            if settings.rate is None:
-                loop = closed_loop(server, sent, self.clock, settings.concurrency, ended)
-            else:
-                due_s = arrivals(len(sent), settings.rate, f"{self.seed} {requests[0][1]}")
-                loop = open_loop(server, sent, self.clock, due_s, ended)
-            timed = [self._read_here(one, request) for one, request in zip(self._runner.run(loop), sent, strict=True)]
+            answers, lag_s = self._runner.run(
+                self._load(server, sent, settings, f"{self.seed} {requests[0][1]}", ended)
+            )
         except AnswerError as error:
             raise UserError(
                 f"--server {shown(method)}: its prefix cache could not be emptied: {error}; try again"
             ) from error
-        self.lags[method, settings] = max(self.lags.get((method, settings), 0.0), server.lag_s)
+        self.lags[method, settings] = max(self.lags.get((method, settings), 0.0), lag_s)
+        timed = [self._read_here(one, request) for one, request in zip(answers, sent, strict=True)]
         return [replace(one, start_s=one.start_s - start_s, end_s=one.end_s - start_s) for one in timed]
+
+    async def _load(
+        self,
+        server: Server,
+        sent: Sequence[ServerRequest],
+        settings: Settings,
+        seed: str,
+        ended: Callable[[], object],
+    ) -> tuple[list[Generation], float]:
+        """Return the answers, and how late they were noticed in seconds; see `LagWatch`."""
+
+        async def asked(server: Server, request: ServerRequest) -> Generation:
+            answer = await (ask(server, request, self.clock) if self.crowd is None else self.crowd.ask(server, request))
+            ended()
+            return answer
+
+        watch = LagWatch(self.clock)
+        watch.begin()
+        if self.crowd is not None:
+            await self.crowd.begin()
+        try:
+            if settings.rate is None:
+                answers = await closed_loop(server, sent, asked, settings.concurrency)
+            else:
+                answers = await open_loop(server, sent, asked, self.clock, arrivals(len(sent), settings.rate, seed))
+        finally:
+            lag_s = watch.end()
+        return answers, lag_s if self.crowd is None else await self.crowd.end()
 
     def _read_here(self, generation: Generation, request: ServerRequest) -> Generation:
         """Decode the answer's tokens here, and separate its thinking."""

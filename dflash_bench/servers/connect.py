@@ -44,8 +44,6 @@ class Server:
     """Whether it has counters of rounds."""
     refused: set[str] = field(default_factory=set)
     has_answered: bool = False
-    lag_s: float = 0.0
-    """How late this process noticed arrivals during the last concurrent requests: 95th percentile."""
 
     async def flush(self) -> None:
         """Empty the prefix cache, unless it is to be reused. Raises AnswerError if that fails."""

@@ -44,6 +44,8 @@ WRONG_REQUEST = (400, 404, 405, 415, 422)
 CONCURRENT = "the server counts no rounds in its answers, and several answers ran at once"
 
 Clock = Callable[[], float]
+Ask = Callable[[Server, ServerRequest], Coroutine[Any, Any, Generation]]
+"""Requests one of several answers."""
 
 
 async def ask(server: Server, request: ServerRequest, clock: Clock) -> Generation:
@@ -204,41 +206,35 @@ def _with_rounds(generation: Generation, counts: AcceptanceCounts) -> Generation
 
 
 async def open_loop(
-    server: Server, requests: Sequence[ServerRequest], clock: Clock, due_s: Sequence[float], ended: Callable[[], object]
+    server: Server, requests: Sequence[ServerRequest], ask: Ask, clock: Clock, due_s: Sequence[float]
 ) -> list[Generation]:
     """Send requests `due_s` seconds after the start, whether earlier answers have ended or not."""
 
     async def send(request: ServerRequest, due: float) -> Generation:
         await asyncio.sleep(max(0.0, start_s + due - clock()))
-        answer = await ask(server, request, clock)
-        ended()
-        return answer
+        return await ask(server, request)
 
     await server.flush()
     start_s = clock()
-    return await _gather(server, [send(one, due) for one, due in zip(requests, due_s, strict=True)], clock)
+    return await _gather([send(one, due) for one, due in zip(requests, due_s, strict=True)])
 
 
 async def closed_loop(
-    server: Server, requests: Sequence[ServerRequest], clock: Clock, concurrency: int, ended: Callable[[], object]
+    server: Server, requests: Sequence[ServerRequest], ask: Ask, concurrency: int
 ) -> list[Generation]:
     """Keep `concurrency` requests in flight."""
     places = asyncio.Semaphore(concurrency)
 
     async def send(request: ServerRequest) -> Generation:
         async with places:
-            answer = await ask(server, request, clock)
-        ended()
-        return answer
+            return await ask(server, request)
 
     await server.flush()
-    return await _gather(server, [send(request) for request in requests], clock)
+    return await _gather([send(request) for request in requests])
 
 
-async def _gather(server: Server, answers: Sequence[Coroutine[Any, Any, Generation]], clock: Clock) -> list[Generation]:
-    """Run all requests, and record the lag of this process meanwhile. Raises UserError as `ask` does."""
-    lags: list[float] = []
-    watch = asyncio.create_task(_watch(lags, clock))
+async def _gather(answers: Sequence[Coroutine[Any, Any, Generation]]) -> list[Generation]:
+    """Run all requests. Raises UserError as `ask` does."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(answer) for answer in answers]
@@ -246,15 +242,29 @@ async def _gather(server: Server, answers: Sequence[Coroutine[Any, Any, Generati
         if own := next((error for error in errors.exceptions if isinstance(error, UserError)), None):
             raise own from errors
         raise
-    finally:
-        watch.cancel()
-    server.lag_s = sorted(lags)[int(0.95 * (len(lags) - 1))] if lags else 0.0
     return [task.result() for task in tasks]
 
 
-async def _watch(lags: list[float], clock: Clock) -> None:
-    """Measure the lag of this process: a sleep that takes too long shows how long arrivals wait."""
-    while True:
-        before = clock()
-        await asyncio.sleep(TICK_S)
-        lags.append(max(0.0, clock() - before - TICK_S))
+class LagWatch:
+    """Measures how late this process notices arrivals: a sleep that takes too long shows how long they wait."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._lags: list[float] = []
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        self._lags = []
+        self._task = asyncio.create_task(self._watch())
+
+    def end(self) -> float:
+        """Return the 95th percentile since the beginning, in seconds."""
+        assert self._task is not None, "it ends what has begun"
+        self._task.cancel()
+        return sorted(self._lags)[int(0.95 * (len(self._lags) - 1))] if self._lags else 0.0
+
+    async def _watch(self) -> None:
+        while True:
+            before = self.clock()
+            await asyncio.sleep(TICK_S)
+            self._lags.append(max(0.0, self.clock() - before - TICK_S))

@@ -16,10 +16,11 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 
 from dflash_bench.core.environment import describe, one_line
 from dflash_bench.core.types import GREEDY, Generation, Message
-from dflash_bench.report.tables import markdown, number
+from dflash_bench.report.tables import ABSENT, markdown, number
 from dflash_bench.servers.address import Access, parse
 from dflash_bench.servers.backend import ServerBackend
 from helpers.servers.fake_server import FakeServer
@@ -31,6 +32,8 @@ PAGES = ("servers/streams.md",)
 NUM_TOKENS, KEPT = 61, 2
 """Tokens per answer: the first, and 20 rounds of three."""
 INTERVALS_S = (1.0, 0.5, 0.3, 0.2)
+CLIENTS = (1, 2)
+"""Client processes; two share a core with each other or with the server where there are only two cores."""
 
 
 def options(parser: ArgumentParser) -> None:
@@ -41,8 +44,8 @@ def make(work: Work, options: Namespace) -> Made:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4 * options.streams), hard))
     rows, wrong = [], []
-    for interval_s in INTERVALS_S:
-        row, problems = measured(options.streams, interval_s)
+    for interval_s, num_clients in product(INTERVALS_S, CLIENTS):
+        row, problems = measured(options.streams, interval_s, num_clients)
         rows.append(row)
         wrong += problems
         tell("  ".join(row))
@@ -74,12 +77,12 @@ def served_at(interval_s: float, streams: int) -> Iterator[str]:
         process.stdin.close()
 
 
-def measured(streams: int, interval_s: float) -> tuple[list[str], list[str]]:
+def measured(streams: int, interval_s: float, num_clients: int) -> tuple[list[str], list[str]]:
     """Return a row of the table, and problems."""
     requests = [((Message("user", f"What is {number} times 7?"),), 0) for number in range(streams)]
     with (
         served_at(interval_s, streams) as url,
-        ServerBackend(parse([f"plain={url}"]), Access(600.0), NUM_TOKENS) as backend,
+        ServerBackend(parse([f"plain={url}"]), Access(600.0), NUM_TOKENS, num_clients=num_clients) as backend,
     ):
         begin_s, begin_cpu_s = time.monotonic(), time.process_time()
         answers = backend.serve("ar", requests, replace(GREEDY, concurrency=streams))
@@ -91,7 +94,8 @@ def measured(streams: int, interval_s: float) -> tuple[list[str], list[str]]:
     row = [
         number(1000 * interval_s, 0),
         number(pieces_per_s, 0),
-        f"{100 * cpu_s / wall_s:.0f} %",
+        str(num_clients),
+        f"{100 * cpu_s / wall_s:.0f} %" if num_clients == 1 else ABSENT,
         number(1000 * lag_s, 1),
         number(1000 * set_s, 1),
         number(1000 * per_token_s, 1),
@@ -112,6 +116,7 @@ def page(command: str, streams: int, rows: Sequence[Sequence[str]]) -> str:
     heads = [
         "a round every, ms",
         "pieces per second",
+        "clients",
         "client's share of a core",
         "lag, ms (p95)",
         "TPOT as set, ms",

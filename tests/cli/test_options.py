@@ -61,6 +61,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "launch_with": ("/bin/vllm", "/bin/vllm"),
     "launch_args": ("--a 'b c'", Arguments(["--a", "b c"])),
     "rate": ([2, 0.5], (2.0, 0.5)),
+    "clients": (4, 4),
     "max_new_tokens": (99, 99),
     "temperature": ([0, 1.5], (0.0, 1.5)),
     "top_k": ([5, 50], (5, 50)),

@@ -1,0 +1,120 @@
+"""Client processes that share a load: the answers, counts and times of one client, and what happens if one ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import GREEDY, Generation, Message, Settings
+from dflash_bench.servers import crowd
+from dflash_bench.servers.backend import ServerBackend
+from helpers.servers.fake_server import FakeServer
+from helpers.servers.one_server import backend
+
+NUM, TOGETHER, LENGTH = 24, 6, 16
+REQUESTS = [((Message("user", f"What is {number} times 7?"),), 0) for number in range(NUM)]
+DOES = {"accepts": (2, 0), "block": 4, "counts_by_request": True, "has_metrics": False}
+LOADS = (replace(GREEDY, concurrency=TOGETHER), replace(GREEDY, rate=200.0))
+
+
+def served(opened: ServerBackend, settings: Settings, ended: Callable[[], object] = lambda: None) -> list[Generation]:
+    return opened.serve("ar", REQUESTS, settings, ended)
+
+
+def facts(answers: Sequence[Generation]) -> list[tuple[object, ...]]:
+    return [(one.token_ids, one.text, one.total_rounds, one.total_accepted, one.pieces) for one in answers]
+
+
+@pytest.mark.parametrize("settings", LOADS, ids=("concurrency", "rate"))
+def test_three_clients_give_what_one_gives(settings: Settings) -> None:
+    ended: list[None] = []
+    with FakeServer(**DOES) as server:
+        with backend(server, max_new_tokens=LENGTH) as one:
+            alone = served(one, settings)
+        with backend(server, max_new_tokens=LENGTH, num_clients=3) as three:
+            shared = served(three, settings, lambda: ended.append(None))
+            again = served(three, settings)
+    assert [one.error for one in shared] == [None] * NUM
+    assert facts(alone) == facts(shared) == facts(again)
+    assert (len(ended), server.num_answers) == (NUM, 3 * NUM)
+    assert all(one.total_rounds for one in shared)
+
+
+def test_together_they_keep_the_concurrency() -> None:
+    with (
+        FakeServer(**DOES, waits_for=TOGETHER) as server,
+        backend(server, max_new_tokens=LENGTH, num_clients=4) as opened,
+    ):
+        answers = served(opened, LOADS[0])
+    assert (server.most_at_once, [one.error for one in answers]) == (TOGETHER, [None] * NUM)
+
+
+def test_times_are_on_the_clock_of_the_run() -> None:
+    """A run whose clock is an hour ahead of its clients' sees their answers within its own call."""
+    with (
+        FakeServer(**DOES) as server,
+        backend(server, max_new_tokens=LENGTH, num_clients=2, clock=lambda: time.perf_counter() + 3600) as opened,
+    ):
+        began_s = time.perf_counter()
+        answers = served(opened, LOADS[0])
+        took_s = time.perf_counter() - began_s
+        assert opened.crowd is not None
+        offsets_s = [member.offset_s for member in opened.crowd.members]
+    assert all(0 <= one.start_s < one.end_s <= took_s for one in answers)
+    assert offsets_s == pytest.approx([-3600.0] * 2, abs=1.0)
+
+
+def test_clocks_that_agree_are_left_alone() -> None:
+    with FakeServer(**DOES) as server, backend(server, max_new_tokens=LENGTH, num_clients=2) as opened:
+        served(opened, LOADS[0])
+        assert opened.crowd is not None
+        assert [member.offset_s for member in opened.crowd.members] == [0.0, 0.0]
+
+
+def test_a_client_that_ends_stops_the_run_with_a_remedy() -> None:
+    with (
+        FakeServer(**DOES, round_s=0.05) as server,
+        backend(server, max_new_tokens=LENGTH, num_clients=2) as opened,
+        pytest.raises(UserError, match=r"exit status -9; continue the run with --resume"),
+    ):
+        served(opened, LOADS[0], lambda: _kill(opened))
+
+
+def _kill(opened: ServerBackend) -> None:
+    assert opened.crowd is not None
+    os.kill(opened.crowd.members[0].process.pid, signal.SIGKILL)
+
+
+def test_a_server_that_is_gone_stops_the_run() -> None:
+    with FakeServer(**DOES) as server:
+        opened = backend(server, max_new_tokens=LENGTH, num_clients=2)
+    with opened, pytest.raises(UserError, match="cannot connect to the plain server"):
+        served(opened, LOADS[0])
+
+
+def test_clients_end_with_the_run() -> None:
+    with FakeServer(**DOES) as server, backend(server, max_new_tokens=LENGTH, num_clients=2) as opened:
+        served(opened, LOADS[0])
+        assert opened.crowd is not None
+        processes = [member.process for member in opened.crowd.members]
+        assert [process.returncode for process in processes] == [None, None]
+    assert [process.returncode for process in processes] == [0, 0]
+
+
+def test_a_client_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def environment(_: Sequence[str]) -> dict[str, str]:
+        return {**os.environ, "PYTHONPATH": "", "PYTHONHOME": os.devnull}
+
+    monkeypatch.setattr(crowd, "_environment", environment)
+    with (
+        FakeServer(**DOES) as server,
+        backend(server, max_new_tokens=LENGTH, num_clients=2) as opened,
+        pytest.raises(UserError, match="--clients: a client process ended with exit status 1"),
+    ):
+        served(opened, LOADS[0])
