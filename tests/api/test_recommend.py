@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,6 +52,11 @@ def answer() -> dict[str, Any]:
     return found
 
 
+def without_minutes(text: str) -> str:
+    """A slow machine may take longer for the second screen."""
+    return re.sub(r"[0-9.]+ minutes", "", text)
+
+
 def test_the_answer_its_table_and_its_files(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,7 +93,7 @@ def test_python_returns_what_the_command_shows(
     # It is the command: the same request goes on in the same folder, and asks nothing again.
     backend.calls.clear()
     assert main(monkeypatch, *WORDS) == 0 and not backend.calls
-    assert capsys.readouterr().out == screen(made)
+    assert without_minutes(capsys.readouterr().out) == without_minutes(screen(made))
     with pytest.raises(db.UserError, match="--workers has no effect on a race"):
         db.recommend(suite="gsm8k", workers=2)
 
