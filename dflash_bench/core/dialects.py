@@ -333,7 +333,8 @@ class Program:
     draft_format: str | None
     """The format of `convert --to` in which it reads drafts; None if it reads publishers' own files."""
     methods: Mapping[str, tuple[str, ...]]
-    """The supported methods, besides plain decoding, each with the options that can be set."""
+    """The supported methods, besides plain decoding, each with the options that can be set: NAME, or NAME=VALUE for
+    one with this value alone. No other option can be `auto`."""
     support: Support
     key_variable: str
     """The environment variable that holds the API key it requires."""

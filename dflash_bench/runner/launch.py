@@ -58,8 +58,10 @@ def check(request: RunRequest, methods: Sequence[Method]) -> None:
 
 def can_draft(program: Program, method: Method) -> bool:
     """Return whether a program knows the method, and all of its options."""
-    told = program.methods.get(method.name, ())
-    return method.name in program.methods and {*method.options} <= {*told} and "auto" not in method.options.values()
+    told = program.methods.get(method.name)
+    return told is not None and all(
+        f"{name}={value}" in told or (name in told and value != "auto") for name, value in method.options.items()
+    )
 
 
 def imposed(program: Program, method: Method) -> tuple[Method | None, tuple[float, ...]]:

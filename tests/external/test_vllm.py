@@ -9,6 +9,7 @@ computed layer by layer, where it must agree. Both are shown.
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ import served
 import torch
 from served import Measured, Prompts
 
+from dflash_bench.core import methods
+from dflash_bench.core.dialects import LaunchSpec
 from dflash_bench.core.environment import describe, one_line
 from dflash_bench.core.types import Generation
 from dflash_bench.diagnose.compare_counts import CrosscheckResult, fitting_causes
@@ -39,6 +42,25 @@ AS_RELEASED, PER_LAYER = "dflash", "dflash, norm per layer"
 CAUSE = "the first layer's norm for all"
 SHORT, WITHIN = 3, 0.02
 SHORTER = f"{ORDERED}:{SHORT}"
+SPECS = tuple(
+    LaunchSpec(methods.parse(text), "m", "T", draft, 3, 4096, 8, "bfloat16", 0.4, True, kind)
+    for text, draft, kind in (
+        ("dflash", "D", "DFlash"), ("dflash:cut=auto", "D", "DSpark"), ("eagle3", "D", ""), ("p-eagle", "D", ""),
+        ("mtp:3", None, "MTP"), ("ngram:3", None, ""),
+    )
+)  # fmt: skip
+PARSE = """
+import json, sys
+from dataclasses import fields
+from vllm.config import SpeculativeConfig
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = make_arg_parser(FlexibleArgumentParser())
+known = {one.name for one in fields(SpeculativeConfig)}
+for words in json.loads(sys.argv[1]):
+    unknown = {*parser.parse_args(words).speculative_config} - known
+    assert not unknown, unknown
+"""
 KERNEL_ERROR = 1e-4
 """A float32 norm is within 1e-6 of the formula; one with another layer's weight is wrong in its first digit."""
 
@@ -96,6 +118,15 @@ def found(
         "servers/vllm-nano-cpu.md", page(command("vllm"), measurement, checked, fault, versions(python), ordered)
     )
     return Found(measurement, checked, fault, ordered)
+
+
+def test_its_parser_takes_what_launch_gives(server_environment: Callable[[str], Path]) -> None:
+    program = program_named("vllm")
+    assert {one.method.name for one in SPECS} == {*program.methods} - {methods.SYNTHETIC}
+    lines = [program.argv(one, 30000)[1:] for one in SPECS]
+    python = server_environment("vllm") / "bin" / "python"
+    done = subprocess.run([python, "-c", PARSE, json.dumps(lines)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_every_token_is_the_models_own(found: Found) -> None:

@@ -104,6 +104,9 @@ def config(**said: Any) -> str:
         ("vllm", "dflash", {"kind": "DFlash 2"}, config(method="dflash", model="D", num_speculative_tokens=5)),
         ("vllm", "dflash", {"kind": "DSpark", "shifted": True},
          config(method="dspark", model="D", num_speculative_tokens=5)),
+        ("vllm", "dflash:cut=auto", {"kind": "DSpark", "shifted": True},
+         config(method="dspark", model="D", num_speculative_tokens=5, enable_adaptive_verification=True)),
+        ("vllm", "dflash", {"kind": "LiLiCorr"}, config(method="dflash", model="D", num_speculative_tokens=5)),
         ("vllm", "p-eagle:5", {},
          config(method="eagle3", parallel_drafting=True, model="D", num_speculative_tokens=5)),
         ("vllm", "mtp:3", BY_MTP, config(method="mtp", num_speculative_tokens=3)),
@@ -155,6 +158,13 @@ def test_each_server_is_told_in_its_own_words(name: str, text: str, changes: Any
     assert (("--per-request-spec-decode-metrics" in argv), argv[len(argv) - len(program.counting) :]) == (
         name == "vllm", [*program.counting]
     )  # fmt: skip
+
+
+def test_an_option_of_which_a_server_knows_one_value() -> None:
+    vllm = program_named("vllm")
+    taken = {text: launch.can_draft(vllm, methods.parse(text)) for text in ("dflash:cut=auto", "dflash:cut=0.5")}
+    assert taken == {"dflash:cut=auto": True, "dflash:cut=0.5": False}
+    assert not launch.can_draft(vllm, methods.parse("dflash:block=auto"))
 
 
 def test_a_kind_that_a_server_would_compute_as_another_is_refused() -> None:

@@ -93,6 +93,8 @@ def _speculation(spec: LaunchSpec) -> list[str]:
     }
     if name == "ngram":
         speculation |= {f"prompt_lookup_{bound}": spec.method.number(bound) for bound in ("min", "max")}
+    if spec.method.options.get("cut") == "auto":
+        speculation["enable_adaptive_verification"] = True
     if spec.rates:
         speculation |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [*spec.rates]}
     # Counters cannot distinguish concurrent answers; answers can report their own rounds.
@@ -106,6 +108,7 @@ SUPPORT = Support(
         "dflash": PUBLISHED,
         "dflash2": f"{PUBLISHED}, on a GPU",
         "dspark": f"{PUBLISHED}, on a GPU",
+        "lilicorr": f"{PUBLISHED}, on a GPU",
         "jetspec": "read as DFlash, unless its config.json says is_causal",
         "eagle3": PUBLISHED,
         "p-eagle": "after convert --to speculators",
@@ -149,7 +152,7 @@ DIALECT = Dialect(
         "vllm",
         None,
         {
-            "dflash": ("n", "block"),
+            "dflash": ("n", "block", "cut=auto"),
             "eagle3": ("n",),
             "p-eagle": ("n",),
             "mtp": ("n",),
