@@ -253,6 +253,15 @@ def test_several_that_are_refused_at_once_are_all_asked_again() -> None:
     assert [one.error for one in served] == [None] * 4
 
 
+@pytest.mark.parametrize("local", [True, False])
+def test_tensorrt_llm_refuses_the_fields_of_vllm(local: bool) -> None:
+    with (
+        FakeServer(dialect="tensorrt_llm") as server,
+        pytest.raises(UserError, match=r"not permitted: .*'return_token_ids'.*give another --dialect than vllm"),
+    ):
+        one(server, local=local, dialect="vllm")
+
+
 @each(
     ("does", "how", "hits"),
     [

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, suppress
 from itertools import accumulate
 from typing import Any
 
+from helpers.servers import tensorrt_llm_fields
 from helpers.servers.fake_words import END, FAULTS, MODEL, Behaviour, Count, Said, text_of, tokens_of
 
 __all__ = ["END", "FAULTS", "MODEL", "Behaviour", "Count", "FakeServer", "text_of", "tokens_of"]
@@ -153,6 +154,9 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         if refused := given.intersection(self.does.refuses):
             hint = "; use max_completion_tokens" if "max_tokens" in refused else ""
             await _respond(writer, 422, {"detail": f"Unsupported fields in the request: {refused}{hint}"})
+            return True
+        if self.does.dialect == "tensorrt_llm" and (refused := tensorrt_llm_fields.forbidden(path, body)):
+            await _respond(writer, 400, {"error": f"Extra inputs are not permitted: {refused}"})
             return True
         if self.does.key is not None and self.asked[-1][2].get("authorization") != f"Bearer {self.does.key}":
             await _respond(writer, 401, {"error": "no such key"})

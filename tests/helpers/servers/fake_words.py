@@ -122,7 +122,7 @@ class Said:
     """Is it asked to count tokens in each piece?"""
 
     def so_far(self, num: int) -> dict[str, Any]:
-        if not self.counts or self.does.dialect not in ("vllm", "sglang", "llamacpp"):
+        if not self.counts or self.does.dialect not in ("vllm", "sglang", "llamacpp", "tensorrt_llm"):
             return {}
         if self.does.dialect == "llamacpp":
             return {"timings": {"predicted_n": num}}
@@ -150,14 +150,8 @@ class Said:
             choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
         if self.does.dialect == "vllm" or self.names_tokens:
             choice["token_ids"] = ids
-        if self.does.dialect == "tensorrt_llm" and is_last and self.does.block:
-            choice["speculative_decoding"] = {
-                "num_spec_steps": self.count.drafts,
-                "total_accepted_draft_tokens": self.count.accepted,
-                "total_draft_tokens": self.count.drafted,
-                "num_spec_tokens": self.does.block,
-                **({"acceptance_histogram": self.count.histogram} if self.does.counts_positions else {}),
-            }
+        if self.does.dialect == "tensorrt_llm" and self.does.block:
+            choice["speculative_decoding"] = self.tensorrt_llm_stats() if is_last else None
         beside: dict[str, Any] = {}
         if self.does.dialect == "sglang" and is_last:
             if self.does.spec_names == "details":
@@ -165,6 +159,16 @@ class Said:
             else:
                 choice["meta_info"] = self.spec_meta() | {"completion_tokens": num}
         return {"id": "c", "object": "chunk", "choices": [choice], **beside, **self.so_far(num)}
+
+    def tensorrt_llm_stats(self) -> dict[str, Any]:
+        return {
+            "acceptance_rate": self.count.accepted / self.count.drafted if self.count.drafted else 0.0,
+            "num_spec_steps": self.count.drafts,
+            "total_accepted_draft_tokens": self.count.accepted,
+            "total_draft_tokens": self.count.drafted,
+            "num_spec_tokens": self.does.block,
+            **({"acceptance_histogram": self.count.histogram} if self.does.counts_positions else {}),
+        }
 
     def lmdeploy_meta(self, num: int, finish: str | None) -> dict[str, Any]:
         reason = None if finish is None else {"type": finish}
