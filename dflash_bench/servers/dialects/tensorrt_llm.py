@@ -1,4 +1,7 @@
-"""TensorRT-LLM (`trtllm-serve`): the OpenAI paths, with prompts and answers as token ids; counts in the choices."""
+"""TensorRT-LLM (`trtllm-serve`): the OpenAI paths, with prompts and answers as token ids.
+
+Counts come in the choices, from builds that have `per_request_spec_decode_stats`. 1.3.0rc27 and older have none.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,8 @@ DIALECT = Dialect(
         ),
     ),
     remedies={
-        "uncounted": "put 'per_request_spec_decode_stats: true' into the file for trtllm-serve --extra_llm_api_options"
+        "uncounted": "TensorRT-LLM 1.3.0rc27 and older report no rounds; newer ones, if they know it, with "
+        "'per_request_spec_decode_stats: true' in the file for trtllm-serve --extra_llm_api_options"
     },
     own_support=Support(
         "1.3.0rc27", "2026-08", {"dflash": PUBLISHED, "eagle3": PUBLISHED, "mtp": "in the target's checkpoint"}
