@@ -75,6 +75,14 @@ DIALECT = Dialect(
         "'per_request_spec_decode_stats: true' in the file for trtllm-serve --extra_llm_api_options"
     },
     own_support=Support(
-        "1.3.0rc27", "2026-08", {"dflash": PUBLISHED, "eagle3": PUBLISHED, "mtp": "in the target's checkpoint"}
+        "1.4.0rc1",
+        "2026-11",
+        {
+            "dflash": PUBLISHED,
+            "dflash2": PUBLISHED,
+            "dspark": f"{PUBLISHED}, with the vanilla Markov head",
+            "eagle3": PUBLISHED,
+            "mtp": "in the target's checkpoint",
+        },
     ),
 )
