@@ -2,7 +2,8 @@
 
 Each server has an environment of its own below `.nox/`, made once; the tests themselves run in the Python that nox runs
 in, with this project installed. What follows `--` goes to pytest: `--limit N` asks fewer prompts, and `--pages results`
-writes what was measured as a page.
+writes what was measured as a page. With NEWEST=1 in the environment, servers are the newest published, not the versions
+that our facts name.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ GPU_PATHS = tuple(
     for name in ("attention_of_bodies", "fused", "golden_drafts", "lengths", "replays", "synchronisation")
 )
 """Tests of attention by lengths, of fused operations and of captured passes, on the tests' pretended device."""
-nox.options.reuse_existing_virtualenvs = True
+NEWEST = bool(os.environ.get("NEWEST"))
+# What is installed satisfies a package without a version.
+nox.options.reuse_existing_virtualenvs = not NEWEST
 nox.options.sessions = []
 nox.options.stop_on_first_error = True
 
@@ -33,6 +36,11 @@ def test(session: nox.Session, python: str, **environment: str) -> None:
     )  # fmt: skip
 
 
+def wanted(package: str) -> str:
+    """Return the package without its version, if the newest is wanted."""
+    return package.partition("==")[0] if NEWEST else package
+
+
 def against_server(
     session: nox.Session, *packages: str, unwanted: tuple[str, ...] = (), bare: tuple[str, ...] = ()
 ) -> None:
@@ -43,9 +51,9 @@ def against_server(
     variable = f"{session.name.upper()}_VENV"
     folder = os.environ.get(variable)
     if folder is None:
-        session.install(*packages)
+        session.install(*map(wanted, packages))
         if bare:
-            session.install("--no-deps", *bare)
+            session.install("--no-deps", *map(wanted, bare))
         if unwanted:
             session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", *unwanted)
         folder = session.virtualenv.location
