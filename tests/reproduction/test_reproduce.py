@@ -17,6 +17,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.report import read_document
 from dflash_bench.reproduction import drafting, estimate, items, parts, verdict, words
 from dflash_bench.runner.config import RunRequest
+from dflash_bench.training import session
 from helpers.each import each
 from helpers.refusals import assert_refused
 from helpers.runs import answers, asked, stored
@@ -71,9 +72,13 @@ def test_each_item_runs_with_nano(name: str, tmp_path: Path, main: Main, monkeyp
     assert {path: path.stat().st_mtime_ns for path in run.iterdir()} == before
 
 
-@pytest.mark.in_full
 @each("name", TRAINED)
-def test_each_item_that_trains_runs_with_nano(name: str, tmp_path: Path, main: Main) -> None:
+def test_each_item_that_trains_runs_with_nano(
+    name: str, tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shortened: one learning rate, and a few tokens of the acceptance that each training ends with."""
+    monkeypatch.setattr(session, "RATES", session.RATES[:1])
+    monkeypatch.setattr(session, "MEASURED_TOKENS", 4)
     words_of = ("reproduce", name, "--model", "nano", "--limit", 1, "--max-new-tokens", 4, "-o", tmp_path / "out")
     assert_refused(main(*words_of[:2], "--model", "qwen3-4b"), "name prompts with --train-prompts")
     code, said, _ = main(*words_of, "--written", 2, "--epochs", 0.01)
