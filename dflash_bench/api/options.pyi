@@ -44,6 +44,7 @@ class Options(TypedDict, total=False):
     draft_steps: int | str
     repeats: int
     audit: str
+    shard: str
     unsafe_code: bool
     over: Mapping[str, Iterable[object]]
     one_at_a_time: bool

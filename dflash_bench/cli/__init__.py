@@ -29,14 +29,14 @@ PARTS = {
     "models": "models fetch inspect convert build-datastore",
     "train": "train",
     "reproduce": "reproduce",
-    "results": "runs index open compare import baseline check",
+    "results": "runs merge index open compare import baseline check",
     "show": "report replay card movie plot",
 }
 """The files of commands in the order of --help, and their commands."""
 
 
 JOBS = {
-    "Measure": "run sweep try demo reproduce",
+    "Measure": "run sweep merge try demo reproduce",
     "Decide": "recommend replay profile doctor",
     "Read": "report compare runs open card movie plot index import",
     "Gate": "baseline check",

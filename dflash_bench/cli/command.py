@@ -66,6 +66,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "build-datastore": ("dflash-bench build-datastore --model nano --out texts.store --data texts",),
     "train": ("dflash-bench train --target nano --out mine --invented 400",),
     "runs": ("dflash-bench runs",),
+    "merge": ("dflash-bench merge shards/* -o whole",),
     "index": ("dflash-bench index results/runs -o site",),
     "open": ("dflash-bench open", "dflash-bench open @2"),
     "compare": (

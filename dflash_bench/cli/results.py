@@ -15,7 +15,7 @@ from dflash_bench.cli.command import Command
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import io_error, json_text, require_output, write_output
 from dflash_bench.core.labels import visible
-from dflash_bench.core.terminal import note, say, wide, with_bar
+from dflash_bench.core.terminal import note, say, show, terminal_width, wide, with_bar
 
 if TYPE_CHECKING:
     pass
@@ -69,6 +69,26 @@ def runs(as_json: options.AsJson = False) -> None:
 
     several = listings()
     say(json_text(listed_json(several)) if as_json else runs_text(several, wide()))
+
+
+@app.command(cls=Command)
+def merge(
+    shards: Annotated[list[Path], Argument(metavar="SHARD...", help="Folders of all shards of a run, in any order.")],
+    out: Annotated[Path, Option("-o", "--out", metavar="DIR", help="New folder for the whole run.")],
+) -> None:
+    """Make a run of its shards, each measured with 'run --shard I/N'.
+
+    It is the run that one machine would have made, with the machine of each answer. Shards of different prompts, models
+    or versions are refused.
+    """
+    from dflash_bench import report
+    from dflash_bench.results import merge
+
+    merge.merge(shards, out)
+    document = report.read_document(out)
+    say(f"{report.named(document, terminal_width())}\n")
+    show(report.screen(document, terminal_width()))
+    say(f"saved in {out}")
 
 
 @app.command(cls=Command)

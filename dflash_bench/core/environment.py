@@ -100,6 +100,11 @@ def one_line(env: dict[str, Any]) -> str:
     return f"{', '.join(machine)}; {', '.join(software)}"
 
 
+def kind(env: dict[str, Any]) -> str:
+    """Return the kind of a machine, processor and GPUs; times are comparable only within a kind."""
+    return ", ".join([str(env["cpu"] or env["machine"]), *(gpu["name"] for gpu in env["gpus"])])
+
+
 def _counted(names: list[str]) -> list[str]:
     counts = {name: names.count(name) for name in names}
     return [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]

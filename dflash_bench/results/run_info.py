@@ -164,6 +164,13 @@ class WorkersEntry(StoredModel):
     kinds: list[str]
 
 
+class ShardEntry(StoredModel):
+    number: Whole
+    of: Whole
+    plan: str
+    """The SHA-256 of the whole plan."""
+
+
 class LatencyObjectives(StoredModel):
     ttft_s: Number | None = None
     tpot_s: Number | None = None
@@ -227,6 +234,7 @@ class RunIdentity(StoredModel):
     threads: Whole | None = None
     workers: WorkersEntry | None = None
     clients: Whole | None = None
+    shard: ShardEntry | None = None
     audit: str | None = None
     code: str | None = None
     plan: str | None = None
@@ -361,6 +369,8 @@ class RunInfo(StoredModel):
     workers: list[WorkerEntry] = []
     forwards: ForwardTimes | None = None
     pass_at_end_s: Number = 0.0
+    boot: str | None = None
+    """An id of the machine since its last boot, for shards."""
     _entries = model_validator(mode="after")(_check_entries)
 
 

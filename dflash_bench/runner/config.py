@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from dflash_bench.core import shard
 from dflash_bench.core.dialects import DIALECTS
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.measurement import measurements
@@ -444,6 +445,20 @@ class DecodingOptions:
         needs=(rules.greedy("no single token is then the right one"),),
         conflicts=(rules.SERVED_ALONE,),
     )
+    shard: str | None = _measuring(
+        "Measure only the I-th of N parts of the run, each with prompts of every suite; 'dflash-bench merge' makes the "
+        "whole run of them, on whatever machines they were measured.",
+        metavar="I/N",
+        check=shard.parse,
+        conflicts=(
+            rules.whole_load("--concurrency", rules.is_concurrent),
+            rules.whole_load("--rate", lambda options: bool(options.rate)),
+            rules.all_together("--shard", lambda options: options.budget is not None),
+            rules.one_process("--shard", lambda options: options.workers is not None),
+        ),
+        in_race=False,
+    )
+    """I/N, see `results.plan.Shard`."""
     unsafe_code: bool = _measuring(
         "Run model-written code even where it cannot be sandboxed. Without it, such code is not run there.",
         default=False,
@@ -698,7 +713,8 @@ class OutputOptions:
         metavar="DIR",
     )
     resume: bool = _results(
-        "Continue the unfinished run in --out; give the other options again as they were.",
+        "Continue the unfinished run in --out; give the other options again as they were. With --shard, also begin "
+        "one.",
         default=False,
         needs=(Condition(lambda options: options.out is not None, "{flag} needs --out FOLDER, the run to continue"),),
     )

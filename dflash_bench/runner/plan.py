@@ -11,11 +11,12 @@ from functools import reduce
 from itertools import product
 from typing import Any, cast
 
-from dflash_bench.core import methods
+from dflash_bench.core import methods, shard
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.measurement import Instrument, opened
 from dflash_bench.core.methods import Method
 from dflash_bench.core.option import OptionSpec, check_options, options_of, refuse_without_effect
+from dflash_bench.core.shard import WHOLE, Shard
 from dflash_bench.core.types import CODE_SCORERS, Audit, Settings, is_greedy
 from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
@@ -194,6 +195,10 @@ class RunPlan:
         return sum(footprint.get(name) or 0 for name in ("target_cache_bytes", "draft_cache_bytes"))
 
     @property
+    def shard(self) -> Shard:
+        return WHOLE if self.request.shard is None else shard.parse(self.request.shard)
+
+    @property
     def drafts(self) -> list[str]:
         """The keys of the drafts to load: `dflash`, or `dflash@a`."""
         return drafts_of(self.methods)
@@ -236,6 +241,8 @@ def plan_run(request: RunRequest, chosen: Sequence[Method], model: Preset) -> Ru
         scorers.check_references(one.suite.scorer, one.prompts)
     loaded = [_with_unscored(one) for one in loaded]
     refuse_too_few(loaded, max(request.concurrency, default=1))
+    if request.shard is not None:
+        _refuse_empty_shards(shard.parse(request.shard), loaded)
     _refuse_shared_memory(request, chosen)
     if request.budget is not None:
         loaded = [suites.as_drawn(one) for one in loaded]
@@ -263,14 +270,25 @@ def refuse_too_few(loaded: Sequence[Loaded], concurrency: int) -> None:
             )
 
 
+def _refuse_empty_shards(one: Shard, loaded: Sequence[Loaded]) -> None:
+    least = 2 * one.of
+    for few in (few for few in loaded if len(few.prompts) < least):
+        raise UserError(
+            f"--shard {one} needs {least} prompts of each suite, two for each shard, and {few.suite.name} has "
+            f"{len(few.prompts)}; divide by less"
+        )
+
+
 def _refuse_shared_memory(request: RunRequest, chosen: Sequence[Method]) -> None:
-    """Refuse methods whose drafts would depend on which prompts a worker has decoded."""
-    for method in chosen if request.workers is not None else ():
-        if method.name == "suffix" and method.option("earlier") == "yes":
-            raise UserError(
-                f"--method {method.label} drafts from the run's earlier answers, which workers do not share; give "
-                "suffix:earlier=no, or leave --workers out"
-            )
+    """Refuse methods whose drafts would depend on which prompts a worker or shard has decoded."""
+    divided = {"--workers": request.workers, "--shard": request.shard}
+    for flag in (flag for flag, value in divided.items() if value is not None):
+        for method in chosen:
+            if method.name == "suffix" and method.option("earlier") == "yes":
+                raise UserError(
+                    f"--method {method.label} drafts from the run's earlier answers, of which {flag} has only a part; "
+                    f"give suffix:earlier=no, or leave {flag} out"
+                )
 
 
 def methods_of(request: RunRequest) -> list[Method]:

@@ -227,7 +227,7 @@ class RayPool(WorkerPool):
         workers = {
             "number": self.num_at_first,
             "on_one_machine": max(Counter(about["machine"] for about in abouts).values()),
-            "kinds": sorted({_kind(about["environment"]) for about in abouts}),
+            "kinds": sorted({environment.kind(about["environment"]) for about in abouts}),
         }
         shared = [
             judge for about in abouts if (judge := about["identity"].get("judge", {})).get("weights") == SHARED_WEIGHTS
@@ -356,8 +356,3 @@ def _sigterm_kept() -> Iterator[None]:
 def _alike(identity: Mapping[str, Any]) -> dict[str, Any]:
     """Return the identity that all workers must share; whether the judge has its own weights may differ."""
     return {name: value for name, value in identity.items() if name != "judge"}
-
-
-def _kind(machine: Mapping[str, Any]) -> str:
-    """Return the kind of a machine, processor and GPUs; times are comparable only within a kind."""
-    return ", ".join([str(machine["cpu"] or machine["machine"]), *(gpu["name"] for gpu in machine["gpus"])])

@@ -69,6 +69,11 @@ def one_process(flag: str, is_so: Any) -> Condition:
     return Condition(is_so, error, is_of_sweep=True)
 
 
+def whole_load(flag: str, is_so: Any) -> Condition:
+    error = f"--shard measures some prompts of each suite, and {flag} needs all at once; use --limit instead"
+    return Condition(is_so, error, is_of_sweep=True)
+
+
 def served_work(flag: str, is_so: Any) -> Condition:
     why = "a server does the work; --concurrency asks it for several answers at once"
     return condition(is_so, f"with {flag}: {why}")

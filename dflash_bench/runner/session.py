@@ -23,7 +23,7 @@ from dflash_bench.models.chat import decoder_of
 from dflash_bench.results import store
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.plan import BASELINE, DRAWN
-from dflash_bench.results.run_info import read_info
+from dflash_bench.results.run_info import FILE, read_info
 from dflash_bench.runner import loop, work, workers
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import RunPlan, methods_and_model, modes_of, plan_run, settings_of
@@ -258,6 +258,8 @@ def _perform(request: RunRequest, folder: Path, resume: bool, caller: Caller) ->
         from dflash_bench.runner.ray_workers import require_ray
 
         require_ray()
+    # A scheduler gives the same command for the first attempt at a shard and for later ones.
+    resume = resume and (request.shard is None or (folder / FILE).exists())
     # Check before anything slow, such as downloads and loading.
     started = None
     if resume:
@@ -375,7 +377,7 @@ def _plan(resolved: RunPlan, settings: Sequence[Settings]) -> WorkPlan:
     repeats, paddings = resolved.request.repeats, resolved.contexts.paddings
     return WorkPlan(
         resolved.suites, labels, repeats, tuple(settings), resolved.audit, resolved.isolation, paddings,
-        resolved.instruments,
+        resolved.instruments, resolved.shard,
     )  # fmt: skip
 
 
@@ -449,6 +451,7 @@ def _info(resolved: RunPlan, plan: WorkPlan, backend: Backend | WorkerPool, call
         "memory": resolved.memory,
         "contexts": resolved.contexts.about,
         **({"left_out": left_out} if (left_out := resolved.contexts.left_out) else {}),
+        **({"boot": environment.boot_id()} if plan.shard.of > 1 else {}),
         **entries(plan.instruments, lambda one: one.starts()),
     }
 
@@ -466,6 +469,7 @@ def _identity(resolved: RunPlan, plan: WorkPlan, backend: Described) -> dict[str
         "code": sandbox.how_run(resolved.isolation) if resolved.has_code else None,
         **({"date": resolved.date} if resolved.date else {}),
         **({"order": DRAWN} if resolved.request.budget else {}),
+        **({"shard": work.shard_to_store(plan)} if plan.shard.of > 1 else {}),
         **({"unpinned": list(resolved.unpinned)} if resolved.unpinned else {}),
         **entries(plan.instruments, lambda one: one.identity()),
         **({"slo": objectives(resolved.request.slo)} if resolved.request.slo else {}),

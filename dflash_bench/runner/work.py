@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any, Protocol, runtime_checkable
 
 from dflash_bench.core.measurement import Instrument
+from dflash_bench.core.shard import WHOLE, Shard
 from dflash_bench.core.types import (
     GREEDY,
     Answer,
@@ -20,6 +21,7 @@ from dflash_bench.core.types import (
     Prompt,
     Settings,
 )
+from dflash_bench.results.plan import sha256
 from dflash_bench.results.store import Key
 from dflash_bench.tasks import scorers
 from dflash_bench.tasks.padding import Paddings
@@ -162,6 +164,7 @@ class WorkPlan:
     """The padding of prompts under settings with a context."""
     instruments: Mapping[str, Instrument] = field(default_factory=dict)
     """Instruments, keyed by the name of their measurement."""
+    shard: Shard = WHOLE
 
     @property
     def first(self) -> str:
@@ -171,16 +174,22 @@ class WorkPlan:
     @property
     def num_generations(self) -> int:
         """The number of answers, without warm-up."""
-        turns = sum(len(prompt.turns) for loaded in self.suites for prompt in loaded.prompts)
+        turns = sum(len(prompt.turns) for loaded in self.suites for prompt in self.prompts(loaded))
         return turns * len(self.methods) * self.repeats * len(self.settings)
 
+    def prompts(self, loaded: Loaded) -> list[Prompt]:
+        """Return the prompts of a suite that this shard measures."""
+        return self.shard.part(loaded.prompts)
+
     def items(self) -> Iterator[WorkItem]:
+        """Yield the shard's items, with their places in the whole run."""
         order = 0
         for loaded in self.suites:
             last = len(loaded.prompts) - 1
             for number in range(len(loaded.prompts)):
                 for item in self.of_prompt(loaded, number, number in (0, last // 2, last), order):
-                    yield item
+                    if self.shard.holds(number):
+                        yield item
                     order += len(item.prompt.turns) * len(item.methods)
 
     def of_prompt(self, loaded: Loaded, number: int, repeat_baseline: bool, order: int) -> Iterator[WorkItem]:
@@ -197,10 +206,17 @@ class WorkPlan:
 def to_store(plan: WorkPlan) -> dict[str, Any]:
     """Return the plan as `run.json` holds it, see `results/plan.py`."""
     prompts = {
-        loaded.suite.name: [[prompt.prompt_id, len(prompt.turns), prompt_hash(prompt)] for prompt in loaded.prompts]
+        loaded.suite.name: [
+            [prompt.prompt_id, len(prompt.turns), prompt_hash(prompt)] for prompt in plan.prompts(loaded)
+        ]
         for loaded in plan.suites
     }
     return {"methods": list(plan.methods), "repeats": plan.repeats, "prompts": prompts}
+
+
+def shard_to_store(plan: WorkPlan) -> dict[str, Any]:
+    """Return the shard as `run.json` holds it, with the hash of the whole plan."""
+    return {**asdict(plan.shard), "plan": sha256(to_store(replace(plan, shard=WHOLE)))}
 
 
 def prompt_rows(plan: WorkPlan) -> list[dict[str, Any]]:
@@ -220,7 +236,7 @@ def prompt_rows(plan: WorkPlan) -> list[dict[str, Any]]:
             "row": _scored_by(loaded.suite.scorer, prompt),
         }
         for loaded in plan.suites
-        for prompt in loaded.prompts
+        for prompt in plan.prompts(loaded)
     ]  # fmt: skip
 
 

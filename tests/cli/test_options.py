@@ -75,6 +75,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "draft_steps": (2, "2"),
     "repeats": (2, 2),
     "audit": ("divergent", "divergent"),
+    "shard": ("2/8", "2/8"),
     "unsafe_code": (True, True),
     "over": (["block=4,8", "temperature=0,1"], ("block=4,8", "temperature=0,1")),
     "one_at_a_time": (True, True),

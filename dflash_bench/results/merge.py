@@ -1,0 +1,210 @@
+"""Make a run of its shards: the one that a single machine would have made, with the machine of each answer.
+
+Shards of different plans, models or versions are refused. Answers keep their verdicts, and the whole is checked as any
+run is before it gets its name.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime
+from hashlib import sha256
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from dflash_bench.core import environment
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.files import sync
+from dflash_bench.core.shard import Shard, whole
+from dflash_bench.core.types import SHARED_WEIGHTS, Answer
+from dflash_bench.results import integrity, parts, plan, run_info, store
+from dflash_bench.results.run_info import RunInfo, carried, read_info, write_info
+from dflash_bench.results.table import read_run
+
+OF_A_SHARD = ("shard", "plan", "judge")
+"""What shards of one run may differ in; whether the judge has weights of its own depends on free memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRun:
+    """A shard that was measured."""
+
+    folder: Path
+    info: RunInfo
+    shard: Shard
+    plan: str
+    """The hash of the whole plan."""
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """When it began, and when its last answer ended, in seconds since 1970."""
+        began_s = datetime.fromisoformat(str(self.info.started)).timestamp()
+        return began_s, began_s + (self.info.span_s or 0.0)
+
+
+def merge(folders: Sequence[Path], out: Path) -> RunInfo:
+    """Write the whole run into the new folder `out`. Raises UserError for runs that are not all shards of one."""
+    store.check_new(out)
+    shards = _in_order([_shard(folder) for folder in folders])
+    info = _whole_info(shards)
+    records = sorted(chain.from_iterable(_records(shards)), key=lambda record: record.order)
+    sums = integrity.of_run(float(info.span_s or 0.0), records)
+    info = run_info.with_changes(info, sums)
+    with _whole_folder(out) as folder:
+        write_info(folder, info)
+        run_info.write_prompts(folder, _prompts(shards))
+        parts.write(parts.to_table(records, carried(info)), folder / parts.name(0, 0), carried(info))
+        read_run(folder)
+    return info
+
+
+def _shard(folder: Path) -> ShardRun:
+    info = read_info(folder)
+    entry = info.identity.shard
+    if entry is None:
+        raise UserError(f"{folder} is a whole run, measured without --shard; name only shards")
+    return ShardRun(folder, info, Shard(entry.number, entry.of), entry.plan)
+
+
+def _in_order(shards: Sequence[ShardRun]) -> list[ShardRun]:
+    """Return the shards by number. Raises UserError if they are not all shards of one run, each once and complete."""
+    first = shards[0]
+    for one in shards[1:]:
+        if why := _why_other(first, one):
+            raise UserError(f"{one.folder} and {first.folder} are not shards of one run: {why}")
+    by_number: dict[int, ShardRun] = {}
+    for one in shards:
+        if (twin := by_number.get(one.shard.number)) is not None:
+            raise UserError(f"{twin.folder} and {one.folder} are both shard {one.shard}; leave one out")
+        by_number[one.shard.number] = one
+    missing = [str(Shard(number, first.shard.of)) for number in range(1, first.shard.of + 1) if number not in by_number]
+    if missing:
+        raise UserError(f"shard {', '.join(missing)} is missing; measure it with --shard, and name its folder, too")
+    for one in shards:
+        if one.info.state != "complete":
+            raise UserError(f"{one.folder} is not finished; finish it with --resume")
+    return [by_number[number] for number in sorted(by_number)]
+
+
+def _why_other(first: ShardRun, other: ShardRun) -> str:
+    """Return why two shards are not of one run; empty if they are."""
+    compared = ["; ".join(run_info.differences(*pair)) for pair in _compared(first, other)]
+    return next(filter(None, compared), "")
+
+
+def _compared(first: ShardRun, other: ShardRun) -> Iterator[tuple[Any, Any]]:
+    identities = (_shared(one.info.identity.to_json()) for one in (first, other))
+    yield next(identities), next(identities)
+    yield {"shards": first.shard.of, "plan": first.plan}, {"shards": other.shard.of, "plan": other.plan}
+    yield {"packages": first.info.environment.packages}, {"packages": other.info.environment.packages}
+
+
+def _shared(identity: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in identity.items() if name not in OF_A_SHARD}
+
+
+def _whole_info(shards: Sequence[ShardRun]) -> RunInfo:
+    """Return the run's info, but for the sums over its answers."""
+    first = shards[0].info
+    judges = [one.info.identity.judge for one in shards]
+    judge = next((one for one in judges if one and one.weights == SHARED_WEIGHTS), judges[0])
+    identity = _shared(first.identity.to_json()) | {"workers": _workers(shards)}
+    whole_plan = _whole_plan(shards)
+    identity |= {"plan": plan.sha256(whole_plan), "judge": judge and judge.to_json()}
+    if identity["plan"] != shards[0].plan:
+        raise UserError(f"{shards[0].folder} and the others do not make the plan of the whole run; measure them again")
+    begun_s, ended_s = _span(shards)
+    objections: Counter[str] = Counter()
+    for one in shards:
+        objections.update(one.info.objections)
+    machines = _machines(shards)
+    changes = {
+        "identity": identity,
+        "plan": whole_plan,
+        "run_id": sha256("".join(str(one.info.run_id) for one in shards).encode()).hexdigest()[:32],
+        "started": min(str(one.info.started) for one in shards),
+        "finished": max(str(one.info.finished) for one in shards),
+        "span_s": ended_s - begun_s,
+        "objections": objections,
+        "options": {**first.options.to_json(), "shard": None},
+        "resumed": [process.to_json() for one in shards for process in one.info.resumed],
+        "workers": [
+            {"machine": machine, "environment": one.info.environment.to_json(), "command": one.info.command}
+            for one, machine in zip(shards, machines, strict=True)
+        ],
+    }
+    return run_info.with_changes(first, changes, ("boot", "since_s"))
+
+
+def _whole_plan(shards: Sequence[ShardRun]) -> dict[str, Any]:
+    """Return the plan of the whole run as `run.json` holds it."""
+    stored = [one.info.plan.to_json() for one in shards if one.info.plan is not None]
+    try:
+        prompts = {suite: whole([one["prompts"][suite] for one in stored]) for suite in stored[0]["prompts"]}
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{shards[0].folder} and the others do not have the prompts of one run") from error
+    return {**stored[0], "prompts": prompts}
+
+
+def _prompts(shards: Sequence[ShardRun]) -> list[dict[str, Any]]:
+    """Return the prompts of the whole run, suite by suite."""
+    read = [run_info.read_prompts(one.folder) for one in shards]
+    suites = dict.fromkeys(row["suite"] for row in read[0])
+    return [row for suite in suites for row in whole([[row for row in one if row["suite"] == suite] for one in read])]
+
+
+def _records(shards: Sequence[ShardRun]) -> Iterator[list[Answer]]:
+    """Yield the answers of each shard, on the clock of the whole run. Raises UserError for a shard with problems."""
+    begun_s, _ = _span(shards)
+    for number, one in enumerate(shards):
+        read_run(one.folder)
+        late_s = one.span[0] - begun_s
+        yield [_of_worker(record, number, late_s) for record in store.load(one.folder)[1]]
+
+
+def _of_worker(record: Answer, worker: int, late_s: float) -> Answer:
+    times = (None if at is None else at + late_s for at in (record.start_s, record.end_s))
+    start_s, end_s = times
+    return replace(record, worker=worker, start_s=start_s, end_s=end_s)
+
+
+def _span(shards: Sequence[ShardRun]) -> tuple[float, float]:
+    spans = [one.span for one in shards]
+    return min(begun_s for begun_s, _ in spans), max(ended_s for _, ended_s in spans)
+
+
+def _machines(shards: Sequence[ShardRun]) -> list[int]:
+    """Return the machine of each shard, counted from 0; a shard without a boot id has a machine of its own."""
+    known = [one.info.boot or one.folder for one in shards]
+    return [list(dict.fromkeys(known)).index(machine) for machine in known]
+
+
+def _workers(shards: Sequence[ShardRun]) -> dict[str, Any]:
+    """Return the shards as the workers of a run; those that ran at once on one machine disturbed each other."""
+    ran = [(machine, *one.span) for machine, one in zip(_machines(shards), shards, strict=True)]
+    at_once = [
+        sum(other == machine and began_s <= at_s < ended_s for other, began_s, ended_s in ran)
+        for machine, at_s, _ in ran
+    ]
+    kinds = {environment.kind(one.info.environment.to_json()) for one in shards}
+    return {"number": len(shards), "on_one_machine": max(at_once), "kinds": sorted(kinds)}
+
+
+@contextmanager
+def _whole_folder(out: Path) -> Iterator[Path]:
+    """Give a folder that becomes `out` at the end of the `with`, and vanishes on an error."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    beside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        beside.mkdir()
+        yield beside
+        beside.rename(out)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    sync(out.parent)

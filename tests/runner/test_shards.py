@@ -1,0 +1,225 @@
+"""A run in shards, killed or not, merges to the run that one process makes; what is not its shards is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from dflash_bench.core.errors import UserError
+from dflash_bench.results import parts, run_info, store
+from dflash_bench.results.merge import merge
+from helpers import tiny
+from helpers.each import each
+from helpers.fake_backend import main
+from helpers.killing import stopped
+from helpers.refusals import assert_refused
+from helpers.runs import rewritten
+
+MOMENTS = ("before a part has its name", "once a part is there")
+WORDS = "--suite gsm8k --prompts p.jsonl --limit 16 --model model --method dflash --max-new-tokens 6".split()
+TIMES = ("start_s", "end_s", "prefill_s", "decode_s", "draft_prefill_s", "draft_s", "verify_s", "round_s", "clock_s",
+         "pass_s", "clock_doubt", "peak_memory_bytes", "run_id")  # fmt: skip
+"""The columns that no two runs share."""
+OF_A_TIME = ("run_id", "started", "finished", "span_s", "times", "forwards", "pass_at_end_s", "resumed", "memory",
+             "captures", "command")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    tiny.build(folder / "model")
+    several = [{"turns": [f"hello {number}", "and then?"]} for number in range(11)]
+    lines = [*several, *({"prompt": str(number)} for number in range(6))]
+    (folder / "p.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(workplace)
+    return workplace
+
+
+def shard_words(number: int, of: int, out: str) -> list[str]:
+    return [*WORDS, "--shard", f"{number}/{of}", "--out", out]
+
+
+@pytest.fixture(scope="module")
+def measured(workplace: Path) -> Path:
+    """`whole` and its three shards `1`, `2` and `3`, measured without interruption, and their merger `merged`."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(workplace)
+        assert main(patched, "run", *WORDS, "--out", "whole") == 0
+        for number in (1, 2, 3):
+            assert main(patched, "run", *shard_words(number, 3, str(number))) == 0
+        assert main(patched, "merge", "3", "1", "2", "-o", "merged") == 0
+    return workplace
+
+
+def without_times(run: Path) -> tuple[Any, dict[str, Any]]:
+    """The rows and the info of a run, but for what depends on when and where it was measured."""
+    info = json.loads((run / "run.json").read_text())
+    table = pa.concat_tables([parts.read(part) for part in parts.of(run)]).drop_columns([*TIMES])
+    kept = {name: value for name, value in info.items() if name not in OF_A_TIME}
+    for worker in kept.get("workers", ()):
+        del worker["command"]
+    return table.replace_schema_metadata(None), kept
+
+
+def test_merged_shards_are_the_run_of_one_process(measured: Path) -> None:
+    (whole, info), (merged, merged_info) = (without_times(measured / name) for name in ("whole", "merged"))
+    assert merged.drop_columns(["worker"]).equals(whole.drop_columns(["worker"]))
+    assert {*merged["worker"].to_pylist()} == {0, 1, 2}
+    assert merged_info["identity"].pop("workers")["number"] == 3
+    assert [worker["machine"] for worker in merged_info.pop("workers")] == [0, 0, 0]
+    assert {"shard", "boot"} & {*merged_info["identity"], *merged_info} == set()
+    assert merged_info == info
+    prompts = [run_info.read_prompts(measured / name) for name in ("whole", "merged")]
+    assert prompts[0] == prompts[1]
+
+
+def test_what_reads_runs_reads_it(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in ("check", "report", "compare"):
+        assert main(monkeypatch, command, "merged") in (0, 1)
+    assert main(monkeypatch, "check", "1") in (0, 1)
+
+
+def killed_at_random(seed: str, number: int, of: int, num_kills: int) -> None:
+    """Measure a shard in a process that dies at random moments."""
+    chance, out = random.Random(f"{seed} {number}"), f"{seed}-{number}"
+    words = shard_words(number, of, out)
+    for _ in range(num_kills):
+        done = stopped(chance.choice(MOMENTS), chance.randint(1, 4), *words)
+        assert done.returncode in (0, -signal.SIGKILL), done.stderr
+        if done.returncode == 0:
+            return
+        if "--resume" not in words and (Path(out) / "run.json").exists():
+            words.append("--resume")
+
+
+def kill_and_merge(name: str, of: int, num_kills: int, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Measure and merge shards, each in processes that die `num_kills` times, and one that does not."""
+    folders = [f"{name}-{number}" for number in range(1, of + 1)]
+    for number, folder in enumerate(folders, 1):
+        killed_at_random(name, number, of, num_kills)
+        is_new = not (Path(folder) / "run.json").exists()
+        if is_new or store.read_info(Path(folder)).state != "complete":
+            words = [*shard_words(number, of, folder), *(["--resume"] * (not is_new))]
+            assert main(monkeypatch, "run", *words) == 0
+    assert main(monkeypatch, "merge", *folders, "-o", f"{name}-merged") == 0
+    return Path(f"{name}-merged")
+
+
+def test_kills_leave_no_trace(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (rows, info), (again, again_info) = (
+        without_times(run) for run in (measured / "merged", kill_and_merge("killed", 3, 2, monkeypatch))
+    )
+    assert again.equals(rows) and again_info == info
+
+
+@pytest.mark.in_full
+def test_fifty_kills_over_eight_shards_leave_no_trace(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (rows, info), (again, again_info) = (
+        without_times(kill_and_merge(*how, monkeypatch)) for how in (("sound", 8, 0), ("often", 8, 7))
+    )
+    assert again.equals(rows) and again_info == info
+
+
+@pytest.fixture
+def copies(measured: Path, tmp_path: Path) -> Path:
+    """A folder with copies of the three shards, to be changed."""
+    for number in (1, 2, 3):
+        shutil.copytree(measured / str(number), tmp_path / "copies" / str(number))
+    return tmp_path / "copies"
+
+
+def shards_in(folder: Path) -> list[Path]:
+    return [folder / str(number) for number in (1, 2, 3)]
+
+
+def edited(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    info = json.loads((run / "run.json").read_text())
+    change(info)
+    (run / "run.json").write_text(json.dumps(info))
+
+
+def refused(shards: Sequence[Path], named: str) -> None:
+    out = shards[0].parent / "out"
+    with pytest.raises(UserError, match=named):
+        merge(shards, out)
+    assert not out.exists() and [*out.parent.glob(".*")] == []
+
+
+def test_what_are_not_all_shards_of_one_run_is_refused(copies: Path, measured: Path) -> None:
+    first, second, third = shards_in(copies)
+    refused([first, second], "shard 3/3 is missing")
+    refused([first, second, first], "both shard 1/3")
+    refused([first, second, measured / "whole"], "whole is a whole run")
+    refused([first, second, third.parent], "holds no run")
+    with pytest.raises(UserError, match="already holds a run"):
+        merge(shards_in(copies), measured / "whole")
+
+
+@each(
+    ("change", "named"),
+    [
+        (lambda info: info.update(state="running"), "not finished"),
+        (lambda info: info["identity"].update(max_new_tokens=7), "max_new_tokens was 6, now 7"),
+        (lambda info: info["identity"].update(dtype="bfloat16"), "dtype was .float32., now .bfloat16."),
+        (lambda info: info["environment"]["packages"].update(torch="1.0"), "packages.torch was .*, now .1.0."),
+        (lambda info: info["identity"]["shard"].update(plan="0" * 64), "plan was "),
+        (lambda info: info["identity"]["shard"].update(of=4), "shards was 3, now 4"),
+        (lambda info: info["plan"]["prompts"]["gsm8k"].pop(), "do not (have|make) the"),
+        (lambda info: info["plan"]["prompts"].pop("gsm8k"), "do not have the prompts of one run"),
+        (lambda info: info["plan"]["prompts"]["gsm8k"].reverse(), "do not make the plan"),
+    ],
+)
+def test_a_shard_of_something_else_is_refused(
+    change: Callable[[dict[str, Any]], object], named: str, copies: Path
+) -> None:
+    edited(copies / "2", change)
+    refused(shards_in(copies), named)
+
+
+def test_a_shard_whose_rows_were_changed_is_refused(copies: Path) -> None:
+    rewritten(parts.of(copies / "3")[0], lambda row: row | {"decode_s": 0.0})
+    refused(shards_in(copies), "cannot be right")
+
+
+def test_shards_that_ran_at_once_on_one_machine_disturbed_each_other(copies: Path) -> None:
+    """Here one began when the other did."""
+    shards = shards_in(copies)
+    started = store.read_info(shards[0]).started
+    edited(shards[1], lambda info: info.update(started=started))
+    workers = merge(shards, copies / "beside").identity.workers
+    assert workers is not None and workers.on_one_machine == 2
+    edited(shards[1], lambda info: info.update(boot="another"))
+    workers = merge(shards, copies / "apart").identity.workers
+    assert workers is not None and workers.on_one_machine == 1
+
+
+@each(
+    ("words", "named"),
+    [
+        (["--shard", "4/3"], ["--shard", "I/N"]),
+        (["--shard", "1/9"], ["--shard 1/9", "18 prompts", "gsm8k"]),
+        (["--shard", "1/2", "--concurrency", "4"], ["--shard", "--concurrency"]),
+        (["--shard", "1/2", "--for", "5m"], ["--for", "--shard"]),
+        (["--shard", "1/2", "--workers", "2"], ["--shard", "--workers"]),
+        (["--shard", "1/2", "--method", "suffix"], ["suffix", "--shard", "suffix:earlier=no"]),
+    ],
+)
+def test_what_a_shard_cannot_measure_is_refused(
+    words: list[str], named: list[str], measured: Path, main: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(measured)
+    assert_refused(main("run", *WORDS, *words, "--out", "no"), *named)
