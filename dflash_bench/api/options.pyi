@@ -62,6 +62,7 @@ class Options(TypedDict, total=False):
     graph: str
     compile: str
     quantize: str
+    tensor_parallel: int
     threads: int
     workers: int
     ray_address: str

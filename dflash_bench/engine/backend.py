@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from dflash_bench.core.types import (
     Message,
     Settings,
 )
+from dflash_bench.engine import parallel
 from dflash_bench.engine.capturing import capture_passes, capture_stats, gpu_paths
 from dflash_bench.engine.drafter import Drafter, Foresees
 from dflash_bench.engine.judge import Judge
@@ -158,8 +160,13 @@ def open_backend(
     code, on its own copy of the weights if that fits beside `cache_bytes` of caches (`judge_weights.py`). Raises
     UserError for an impossible combination.
     """
-    chat_judge = chat_judge_of(models, max_new_tokens, lambda: stop_ids(models.target, models.tokenizer), cache_bytes)
-    target = target_of(models.target, engine, kernels, may_free and chat_judge.weights != SHARED_WEIGHTS)
+    if models.followers is not None and models.source is not None:
+        chat_judge = parallel.judge_of(models.source, models.followers, max_new_tokens)
+        target: Target = parallel.ParallelTarget(models.target, models.followers)
+    else:
+        ids = partial(stop_ids, models.target, models.tokenizer)
+        chat_judge = chat_judge_of(models, max_new_tokens, ids, cache_bytes)
+        target = target_of(models.target, engine, kernels, may_free and chat_judge.weights != SHARED_WEIGHTS)
     trees = [method.label for method in methods if method.kind.shape == "tree"]
     if trees and not target.reads_trees:
         kind = target.config.model_type

@@ -30,10 +30,10 @@ from dflash_bench.core.types import (
     template_input,
 )
 from dflash_bench.engine.judge import Judge
-from dflash_bench.models import memory, quantization
+from dflash_bench.models import memory, parallel, quantization
 from dflash_bench.models.hub import UNREADABLE, cannot_load
 from dflash_bench.models.loading import Models, Source
-from dflash_bench.models.targets import with_template
+from dflash_bench.models.targets import config_of, with_template
 from dflash_bench.models.weights import twin
 
 OTHER_PROMPT = "the prompt is not what the template and tokenizer in the target's files make of the messages"
@@ -235,6 +235,9 @@ def weights_in(source: Source) -> Any:
     """Return a module of the publisher's class with the files' weights. Raises UserError if they cannot be read."""
     how = source.placement
     try:
+        if how.parallel > 1:
+            options = parallel.options_of(config_of(source.folder, how.trust_remote_code), how.parallel)
+            return parallel.make_whole(_read(source, options)).eval()
         model = _read(source, {"device_map": "auto"} if how.spread else {})
         if how.quantize is not None:
             model = quantization.quantize(model, how.quantize, source.device)

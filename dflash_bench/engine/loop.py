@@ -345,7 +345,7 @@ class _State:
         self.anchor = verdict.next_token
         if verdict.path is not None and moved:
             path = verdict.path[:, :longest]
-            self.target.cache.keep_path(self.starts, path)
+            self.target.keep_path(self.starts, path)
             hidden = hidden if hidden is None else hidden.take_along_dim(path[..., None], dim=1)
         hidden = None if hidden is None else hidden[:, :longest]
         texts = [slot.text for slot in self.slots]

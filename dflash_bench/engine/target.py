@@ -353,6 +353,10 @@ class Target:
             positions = positions[:, :1] + depths(parents)
         return positions.clamp(max=self.context_length - 1)
 
+    def keep_path(self, starts: Sequence[int], path: Tensor) -> None:
+        """Move the accepted path [B, n] of a tree to the places after each row's start."""
+        self.cache.keep_path(starts, path)
+
     def commit(self, counts: Sequence[int]) -> None:
         """Keep the first counts[b] tokens of row b of the last pass (0: it has ended, and is never read again)."""
         if self._uncommitted:

@@ -14,11 +14,12 @@ from torch import Tensor
 from dflash_bench.core import environment
 from dflash_bench.core.errors import DraftProblem, UserError, first_line
 from dflash_bench.core.methods import Method
-from dflash_bench.models import block_models, formats, gguf, hub, targets
+from dflash_bench.models import block_models, formats, gguf, hub, parallel, targets
 from dflash_bench.models.formats import TargetShape, known
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.mtp import MTPDraft
+from dflash_bench.models.parallel import Followers
 from dflash_bench.models.presets import MTP, Preset, preset, require_drafts
 from dflash_bench.models.quiet import silence_transformers
 from dflash_bench.models.targets import PLAIN, Placement
@@ -183,6 +184,8 @@ class Models:
     """The target that a draft was made for, by draft; only speculators checkpoints name it."""
     source: Source | None = None
     """The target's source; None if it was not read from files."""
+    followers: Followers | None = None
+    """The other processes that hold the target, if they are several."""
 
     def sharing_memory(self, num: int) -> Models:
         """Return the models as seen by one of `num` processes that load them concurrently."""
@@ -221,8 +224,9 @@ def load(
     if needs_tokenizer or any((checkpoint.folder / name).exists() for name in TOKENIZERS):
         tokenizer = targets.tokenizer_of(checkpoint.folder, placement.trust_remote_code, placement.date)
     source = Source(checkpoint.folder, device, dtype, placement, free_bytes(device, placement.spread))
+    followers = parallel.start(placement.parallel, source) if placement.parallel > 1 else None
     target = targets.load(checkpoint.folder, device, dtype, placement)
-    models = Models(target, tokenizer, {}, {"target": checkpoint.revision}, {}, source)
+    models = Models(target, tokenizer, {}, {"target": checkpoint.revision}, {}, source, followers)
     return _with_drafts(models, fetched)
 
 

@@ -268,6 +268,14 @@ def demand_of(
     return MemoryDemand(whole, footprints, methods)
 
 
+def divided(footprint: Footprint, num: int, dtype: torch.dtype, folder: Path) -> Footprint:
+    """Return one of `num` processes' part of a target: layers are divided, embedding and head are whole in each."""
+    shape, is_tied = targets.shape_of(folder), optional(targets.config_of(folder), "tie_word_embeddings")
+    tables = shape.vocab_size * shape.hidden_size * dtype.itemsize * (1 if is_tied else 2)
+    layers = max(footprint.weights_bytes - tables, 0)
+    return replace(footprint, weights_bytes=tables + -(-layers // num), place_bytes=-(-footprint.place_bytes // num))
+
+
 def _in_kernels(footprint: Footprint, twice: int, dtype: torch.dtype) -> Footprint:
     """Return a model's footprint with `twice` bytes of weights held twice; keys and values are float32 there."""
     places = footprint.place_bytes * torch.float32.itemsize // dtype.itemsize

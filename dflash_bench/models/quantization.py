@@ -137,7 +137,9 @@ def _in_nf4(layer: nn.Linear, device: str) -> Any:
 
 
 def stored_bytes(weight: Any) -> int:
-    """Return the memory of a parameter, with its scales if quantised."""
+    """Return the memory of a parameter in this process, with its scales if quantised."""
+    if hasattr(weight, "to_local"):
+        return stored_bytes(weight.to_local())
     if hasattr(weight, "__tensor_flatten__"):
         return sum(stored_bytes(getattr(weight, name)) for name in weight.__tensor_flatten__()[0])
     scales = getattr(getattr(weight, "quant_state", None), "absmax", None)
@@ -145,7 +147,9 @@ def stored_bytes(weight: Any) -> int:
 
 
 def num_elements(weight: Any) -> int:
-    """Return the elements of the matrix that a parameter represents: nf4 stores two per byte."""
+    """Return the elements of the matrix, or part of one, that a parameter represents: nf4 stores two per byte."""
+    if hasattr(weight, "to_local"):
+        return num_elements(weight.to_local())
     state = getattr(weight, "quant_state", None)
     return int(weight.numel() if state is None else math.prod(state.shape))
 

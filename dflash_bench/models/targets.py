@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dflash_bench.core import files
 from dflash_bench.core.errors import ANOTHER_DRAFT, DraftProblem, UserError
-from dflash_bench.models import block_models, gguf, hub, presets, quantization, weights
+from dflash_bench.models import block_models, gguf, hub, parallel, presets, quantization, weights
 from dflash_bench.models.configs import layer_configs, optional, varying
 from dflash_bench.models.formats.base import EMBEDDING, HEAD, TargetShape
 from dflash_bench.models.hub import UNREADABLE, cannot_load, is_unreadable, read_config
@@ -319,6 +319,8 @@ class Placement:
     """A key of `quantization.PACKAGES`."""
     date: str | None = None
     """The date in the chat template, as YYYY-MM-DD; None: the current date."""
+    parallel: int = 1
+    """The number of processes that hold it together (`parallel.py`)."""
 
 
 PLAIN = Placement()
@@ -345,6 +347,8 @@ def load(folder: Path, device: str, dtype: torch.dtype | str, placement: Placeme
         options |= {"config": config_of(folder), "key_mapping": dict(alias.tensors) or None}
     if placement.spread:
         options["device_map"] = "auto"
+    if placement.parallel > 1:
+        options |= parallel.options_of(config_of(folder, placement.trust_remote_code), placement.parallel)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -372,6 +376,8 @@ def load(folder: Path, device: str, dtype: torch.dtype | str, placement: Placeme
             "config.json belongs to other weights, or these tensors must be removed"
         )
     _check_stops(folder, model.generation_config.eos_token_id)
+    if placement.parallel > 1:
+        return parallel.make_whole(model)
     return spread(folder, model) if placement.spread else _placed(folder, model, device, placement.quantize)
 
 

@@ -279,6 +279,7 @@ def _settings(identity: RunIdentity) -> list[str]:
         "threads": identity.threads,
         "workers": _workers(identity),
         "clients": identity.clients,
+        "tensor parallel": identity.tensor_parallel,
         "attention": None if identity.paths else identity.attention,
         **{part: path.used for part, path in identity.paths.items()},
         "engine": _engine(identity),

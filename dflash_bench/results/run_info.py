@@ -233,6 +233,7 @@ class RunIdentity(StoredModel):
     device: str | None = None
     threads: Whole | None = None
     workers: WorkersEntry | None = None
+    tensor_parallel: Whole | None = None
     clients: Whole | None = None
     shard: ShardEntry | None = None
     audit: str | None = None

@@ -40,6 +40,7 @@ from dflash_bench.runner import rules
 _prompts, _models, _servers, _answers = under("Prompts"), under("Models"), under("Servers"), under("Answers")
 _drafting, _measuring, _sweeping = under("Drafting"), under("Measuring"), under("Sweeping")
 _machine, _results = under("Machine"), under("Results")
+_ONE_WAY = "{{flag}} computes the target by transformers' code, in parts; leave {} out"
 _SHARE = Range(
     lambda value: 0 < value < 1, "is a share between 0 and 1, not {values}; leave it out to draw from all tokens"
 )
@@ -593,6 +594,24 @@ class MachineOptions:
             ),
         ),
     )
+    tensor_parallel: int = _machine(
+        "Divide every layer of the target among N processes, each with a GPU of its own, or a part of the CPU, by "
+        "transformers' plan for its architecture.",
+        default=1,
+        metavar="N",
+        minimum=1,
+        most=64,
+        conflicts=(
+            rules.SERVED_ALONE,
+            rules.one_process("--tensor-parallel", lambda options: options.workers is not None),
+            Condition(lambda options: options.device_map is not None, _ONE_WAY.format("--device-map")),
+            Condition(lambda options: options.quantize is not None, _ONE_WAY.format("--quantize")),
+            Condition(lambda options: options.engine == "native", _ONE_WAY.format("--engine native")),
+            Condition(lambda options: options.kernels is not None, _ONE_WAY.format("--kernels")),
+            Condition(lambda options: options.capture is not None, _ONE_WAY.format("--graph and --compile")),
+        ),
+        in_race=False,
+    )
     threads: int | None = _machine(
         "CPU threads. Default: 1, which is fastest for nano.",
         metavar="N",
@@ -686,6 +705,11 @@ class RunRequest(MachineOptions, MeasurementOptions, DecodingOptions, ServerOpti
     def samples(self) -> bool:
         """Whether any temperature samples tokens."""
         return not all(map(is_greedy, self.temperature))
+
+    @property
+    def is_published_code(self) -> bool:
+        """Whether transformers' code was chosen to compute the target, which no compiled kernels do then."""
+        return self.engine == "transformers" or self.tensor_parallel > 1
 
     @property
     def capture(self) -> str | None:

@@ -89,7 +89,7 @@ def kernels_note(resolved: RunPlan) -> str | None:
     from dflash_bench.engine.forward.choice import compile_note
 
     request = resolved.request
-    uses_numba = request.kernels != "torch" and request.engine != "transformers"
+    uses_numba = request.kernels != "torch" and not request.is_published_code
     return compile_note() if uses_numba and configure_torch(request)[0] == "cpu" else None
 
 
@@ -186,6 +186,7 @@ def open_engine(
     if (num_workers := request.workers or 1) > 1 and device == "cpu":
         models = models.sharing_memory(num_workers)
     where = {"device": device, "device_map": request.device_map, "threads": threads, "quantize": request.quantize}
+    where |= {"tensor_parallel": request.tensor_parallel} if request.tensor_parallel > 1 else {}
     return open_backend(
         models,
         model,
@@ -210,6 +211,7 @@ def placement_of(request: RunRequest) -> Placement:
         trust_remote_code=request.trust_remote_code,
         quantize=request.quantize,
         date=request.date or date.today().isoformat(),
+        parallel=request.tensor_parallel,
     )
 
 
@@ -284,10 +286,22 @@ def device_and_dtype(request: RunRequest, num_gpus: int) -> tuple[str, str]:
         raise UserError("--threads has no effect on a GPU")
     if request.device_map is not None and kind == "cpu":
         raise UserError("--device-map has no effect on the CPU: it spreads a target over GPUs")
+    if request.tensor_parallel > 1:
+        _refuse_parts(request.tensor_parallel, device, num_gpus)
     if request.quantize is not None:
         quantization.check(request.quantize, device)
     dtype = request.dtype or ("float32" if kind == "cpu" else "bfloat16")
     return device, dtype
+
+
+def _refuse_parts(num: int, device: str, num_gpus: int) -> None:
+    """Refuse processes without a device of their own: transformers gives each the GPU of its rank."""
+    if device == "cpu" and num_gpus:
+        raise UserError("--tensor-parallel takes the GPUs where there are any; leave --device cpu out")
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"--tensor-parallel takes GPUs from cuda:0 on: give --device cuda, not {device}")
+    if device == "cuda" and num_gpus < num:
+        raise UserError(f"--tensor-parallel {num} needs {num} GPUs, and this machine has {num_gpus}; lower it")
 
 
 # Checks before any weights are loaded: how prompts are padded, how long rows become, and whether they fit.
@@ -400,8 +414,11 @@ def _memory(
     in_kernels = _expects_kernels(request, device, targets.check(target, placement_of(request)), kind)
     demand = memory.demand_of(target, drafts, methods, kind, request.trust_remote_code, request.quantize, in_kernels)
     demand = replace(demand, rows=max(request.concurrency, default=1))
+    if request.tensor_parallel > 1:
+        stored = kind or targets.check(target, placement_of(request)).dtype
+        demand = replace(demand, target=memory.divided(demand.target, request.tensor_parallel, stored, target))
     if free is not None and device == "cpu":
-        free //= request.workers or 1
+        free //= (request.workers or 1) * request.tensor_parallel
     footprint = demand.held(padded.longest)
     with_drafts, alone = (
         None if free is None else max(0, min(one.longest_within(free), length) - padded.rest)
@@ -434,7 +451,7 @@ def _expects_kernels(request: RunRequest, device: str, config: Any, dtype: torch
     """Return whether numba's kernels will compute this target, as `engine/selection.py` chooses."""
     from dflash_bench.engine.forward.choice import expects_kernels
 
-    others = request.engine == "transformers" or request.kernels == "torch"
+    others = request.is_published_code or request.kernels == "torch"
     return device == "cpu" and not others and expects_kernels(config, dtype or config.dtype)
 
 

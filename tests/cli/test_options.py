@@ -93,6 +93,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "graph": ("off", "off"),
     "compile": ("inductor", "inductor"),
     "quantize": ("nf4", "nf4"),
+    "tensor_parallel": (2, 2),
     "threads": (1, 1),
     "workers": (2, 2),
     "ray_address": ("10.0.0.1:6379", "10.0.0.1:6379"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -25,9 +27,9 @@ BODY = {
 }
 
 
-def build(folder: Path, seed: int = 0) -> Path:
+def build(folder: Path, seed: int = 0, **of_target: Any) -> Path:
     """Untrained drafts are mostly wrong, which is what a test of exactness wants."""
-    _save_target(folder / "target", seed)
+    _save_target(folder / "target", seed, of_target)
     dflash = DFlashDraft(
         DFlashConfig(head_dim=16, num_layers=1, block_size=4, mask_token_id=3, target_layer_ids=(0, 2), **BODY)  # type: ignore[arg-type]
     )
@@ -39,22 +41,23 @@ def build(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def _save_target(folder: Path, seed: int) -> None:
+def _save_target(folder: Path, seed: int, changes: Mapping[str, Any]) -> None:
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=64,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        eos_token_id=2,
-        pad_token_id=0,
-        initializer_range=0.5,
-    )
+    usual = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 64,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "initializer_range": 0.5,
+    }
+    config = Qwen3Config(**usual | changes)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     for name in TOKENIZER:
         shutil.copy(NANO / "target" / name, folder / name)

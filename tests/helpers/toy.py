@@ -84,6 +84,9 @@ class TableTarget:
         hidden = torch.stack([tokens, positions.expand_as(tokens)], dim=-1).float() if self.taps else None
         return Output(self.table[state], hidden)
 
+    def keep_path(self, starts: Sequence[int], path: Tensor) -> None:
+        self.cache.keep_path(starts, path)
+
     def commit(self, counts: Sequence[int]) -> None:
         pass
 

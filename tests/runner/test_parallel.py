@@ -1,0 +1,117 @@
+"""A target in two processes gives the answers and the acceptance of one; a process that ends stops the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_bench.core.errors import UserError
+from dflash_bench.models import memory, parallel, targets
+from dflash_bench.models.presets import NANO
+from dflash_bench.results import store
+from dflash_bench.runner.config import RunRequest
+from dflash_bench.runner.setup import device_and_dtype
+from helpers import tiny
+from helpers.each import each
+from helpers.refusals import assert_refused
+
+Main = Callable[..., tuple[int, str, str]]
+METHODS = ("dflash", "eagle3:2", "ddtree:nodes=6")
+WORDS = ["run", "--suite", "gsm8k", "--model", "model", "--method", ",".join(METHODS), "--max-new-tokens", "8"]
+COMMAND = [sys.executable, "-m", "dflash_bench.cli"]
+
+
+def answers(run: Path) -> dict[store.Key, tuple[Any, ...]]:
+    rows = store.load(run)[1]
+    return {
+        store.key(row): (row.generation.token_ids, row.generation.accepted, row.exactness, row.audit) for row in rows
+    }
+
+
+def test_two_processes_give_what_one_gives(tmp_path: Path, main: Main) -> None:
+    """Of a target whose head is not its embedding, so that both are made whole."""
+    tiny.build(tmp_path / "model", num_key_value_heads=2, tie_word_embeddings=False)
+    done = subprocess.run(
+        [*COMMAND, *WORDS, "--limit", "2", "--tensor-parallel", "2", "--out", "two"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert main(*WORDS, "--limit", 2, "--engine", "transformers", "--out", "one")[0] == 0
+    two, one = answers(tmp_path / "two"), answers(tmp_path / "one")
+    assert two == one and len(two) == 2 * (1 + len(METHODS))
+    assert {row[2:] for row in two.values()} <= {("exact", "exact"), (None, "exact")}
+    info = json.loads((tmp_path / "two" / "run.json").read_text())
+    assert (info["identity"]["tensor_parallel"], info["identity"]["network"]) == (2, "transformers")
+
+
+def test_a_process_that_ends_stops_the_run(tmp_path: Path) -> None:
+    tiny.build(tmp_path / "model", num_key_value_heads=2, tie_word_embeddings=False)
+    command = [*COMMAND, *WORDS, "--limit", "32", "--tensor-parallel", "2", "--out", "run"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        ends_s = time.monotonic() + 120
+        while not [*(tmp_path / "run").glob("part-*")] and time.monotonic() < ends_s and process.poll() is None:
+            time.sleep(0.1)
+        (follower,) = (
+            int(pid)
+            for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            if parallel.CODE in Path(f"/proc/{pid}/cmdline").read_text()
+        )
+        os.kill(follower, signal.SIGKILL)
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert process.returncode == 2
+    assert "--tensor-parallel: a process ended with exit status -9" in said.splitlines()[-1]
+
+
+def test_each_process_has_a_part_of_the_layers_and_whole_tables() -> None:
+    whole = memory.footprint_of(NANO / "target", targets.torch.float32)
+    shape = targets.shape_of(NANO / "target")
+    tables = shape.vocab_size * shape.hidden_size * 4  # nano's head is its embedding
+    for num in (2, 4):
+        part = memory.divided(whole, num, targets.torch.float32, NANO / "target")
+        assert part.weights_bytes - tables == pytest.approx((whole.weights_bytes - tables) / num, abs=1)
+        assert part.place_bytes == whole.place_bytes // num
+
+
+class OtherConfig:
+    model_type, num_attention_heads, num_key_value_heads, base_model_tp_plan = "odd", 9, 3, {"layers": "colwise"}
+
+    def get_text_config(self) -> OtherConfig:
+        return self
+
+
+def test_what_cannot_be_divided_is_refused() -> None:
+    with pytest.raises(UserError, match="does not divide the target's 9 num_attention_heads"):
+        parallel.options_of(OtherConfig(), 2)
+    without = OtherConfig()
+    without.base_model_tp_plan = {}
+    with pytest.raises(UserError, match="no plan to divide a odd target"):
+        parallel.options_of(without, 3)
+
+
+@each(
+    ("device", "num_gpus", "named"),
+    [("cpu", 2, "leave --device cpu out"), ("cuda:1", 2, "--device cuda, not cuda:1"), ("cuda", 1, "needs 2 GPUs")],
+)
+def test_devices_that_do_not_suffice_are_refused(device: str, num_gpus: int, named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        device_and_dtype(RunRequest(model="nano", device=device, tensor_parallel=2), num_gpus)
+
+
+@each(
+    "words",
+    [("--workers", "2"), ("--quantize", "int8"), ("--engine", "native"), ("--kernels", "numba"), ("--graph", "on")],
+)
+def test_other_ways_to_compute_the_target_are_refused(words: tuple[str, str], main: Main) -> None:
+    assert_refused(main(*WORDS, "--tensor-parallel", 2, *words), "--tensor-parallel", words[0])
