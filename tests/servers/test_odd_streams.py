@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dflash_bench.core.dialects import AnswerError
+from dflash_bench.core.dialects import DIALECTS, AnswerError
 from dflash_bench.core.types import Generation
 from dflash_bench.servers import client
 from dflash_bench.servers.client import Bounds
@@ -216,3 +216,10 @@ def test_servers_are_asked_to_count_as_they_go(dialect: str) -> None:
     assert found.num_tokens == 10
     # OpenAI's specification has no such option, and this server ignores it.
     assert sum(found.pieces) == (10 if dialect != "openai" else len(found.pieces))
+
+
+def test_an_answer_that_sglang_aborts_names_its_reason() -> None:
+    reason = {"type": "abort", "message": "Input length (9 tokens) exceeds the maximum", "status_code": 400}
+    event = {"text": "", "output_ids": [2], "meta_info": {"completion_tokens": 1, "finish_reason": reason}}
+    with pytest.raises(AnswerError, match=r"stopped with an error: Input length \(9 tokens\) exceeds the maximum"):
+        DIALECTS["sglang"].read(event, StreamState(lambda: 0.0, max_new_tokens=8))

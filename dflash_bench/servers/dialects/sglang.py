@@ -71,8 +71,11 @@ def read(event: Mapping[str, Any], state: StreamState) -> None:
     # Depending on version and options, ids and text are cumulative or only the new part, independently.
     if text.startswith(state.text) or (given is not None and len(given) == num):
         state.text = ""
-    finish = as_object(meta.get("finish_reason")).get("type")
-    state.add_delta(text, ids, None if finish is None else str(finish))
+    finish = as_object(meta.get("finish_reason"))
+    if finish.get("type") == "abort" and "message" in finish:
+        # The scheduler's errors; earlier ones, such as a prompt beyond the context, are events of their own.
+        openai.read({"error": finish}, state)
+    state.add_delta(text, ids, as_text(finish.get("type")))
     _read_meta(meta, state)
 
 
