@@ -41,6 +41,8 @@ SPECS = (
     spec("dflash", 15, kind="DFlash"),
     spec("dflash", 15, kind="DFlash 2"),
     spec("dflash", 7, kind="DSpark", shifted=True),
+    spec("dflash", 15, kind="Domino", shifted=True),
+    spec("dflash", 6, kind="LiLiCorr"),
     spec("eagle3", 3),
     spec("eagle3-tree:nodes=59,depth=7,top_k=10", 59),
     spec("mtp:3", 3, kind="MTP"),

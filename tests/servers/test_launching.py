@@ -120,6 +120,9 @@ def config(**said: Any) -> str:
          f"--speculative-algorithm DFLASH {DRAFT} --speculative-num-draft-tokens 6"),
         ("sglang", "dflash", {"kind": "DSpark", "shifted": True},
          f"--speculative-algorithm DSPARK {DRAFT} --speculative-dspark-block-size 5"),
+        # It reads labels, shifted or not, from a Domino's files.
+        ("sglang", "dflash", {"kind": "Domino", "shifted": True},
+         f"--speculative-algorithm DFLASH {DRAFT} --speculative-num-draft-tokens 6"),
         ("sglang", "eagle3", {}, f"--speculative-algorithm EAGLE3 {DRAFT} --speculative-num-steps 5 "
          "--speculative-eagle-topk 1 --speculative-num-draft-tokens 6"),
         ("sglang", "eagle3-tree:nodes=59,depth=7,top_k=10", {"num_drafts": 59},

@@ -21,6 +21,7 @@ from dflash_bench.core.dialects import (
     ServerRequest,
     Support,
 )
+from dflash_bench.core.draft_kinds import FAMILY
 from dflash_bench.servers.dialects import openai
 from dflash_bench.servers.stream import StreamState, as_count, as_ids, as_object, as_text, version_of
 
@@ -132,7 +133,9 @@ ALGORITHMS = {"dflash": "DFLASH", "eagle3": "EAGLE3", "eagle3-tree": "EAGLE3", "
 
 def _speculation(spec: LaunchSpec, num_drafts: int) -> list[str]:
     """Return the options of speculation. SGLang's number of draft tokens includes the anchor, or its equivalent."""
-    algorithm = "DSPARK" if spec.shifted else ALGORITHMS[spec.method.name]
+    # DFLASH reads a Domino's labels, shifted or not, from its file.
+    is_dspark = spec.shifted and spec.kind != FAMILY["domino"]
+    algorithm = "DSPARK" if is_dspark else ALGORITHMS[spec.method.name]
     verified = ["--speculative-num-draft-tokens", str(num_drafts + 1)]
     numbers = {
         # DSpark's blocks hold only drafted tokens.
@@ -156,11 +159,11 @@ SUPPORT = Support(
         "dflash": PUBLISHED,
         "dflash2": PUBLISHED,
         "dspark": PUBLISHED,
-        "domino": PUBLISHED,
+        "domino": f"{PUBLISHED}, if pure_draft_prefix_len is 1",
+        "lilicorr": PUBLISHED,
         "eagle3": f"{PUBLISHED}, as a chain or a tree",
         "mtp": "in the target's checkpoint",
     },
-    not_launched=("domino",),
 )
 
 DIALECT = Dialect(
