@@ -122,11 +122,11 @@ def lmdeploy(session: nox.Session) -> None:
 
 @nox.session
 def sglang(session: nox.Session) -> None:
-    """SGLang's command line on the CPU; its server needs CUDA (1.5 GB, once)."""
+    """SGLang's own server on the CPU, without its workers for CUDA (2.5 GB, once)."""
     beside = """
         torch transformers accelerate safetensors numpy requests psutil pillow fastapi uvicorn aiohttp pydantic pyzmq
         orjson ipython msgspec einops partial_json_parser pybase64 compressed-tensors xgrammar openai
-        prometheus_client
+        prometheus_client gguf soundfile dill sentencepiece uvloop setproctitle jsonschema python-multipart
         """
     against_server(session, *CONSTRAINTS, *beside.split(), bare=("sglang==0.5.23",))
 

@@ -164,6 +164,7 @@ SUPPORT = Support(
         "eagle3": f"{PUBLISHED}, as a chain or a tree",
         "mtp": "in the target's checkpoint",
     },
+    tested="its HTTP server tested",
 )
 
 DIALECT = Dialect(

@@ -152,13 +152,9 @@ class Said:
             choice["token_ids"] = ids
         if self.does.dialect == "tensorrt_llm" and self.does.block:
             choice["speculative_decoding"] = self.tensorrt_llm_stats() if is_last else None
-        beside: dict[str, Any] = {}
-        if self.does.dialect == "sglang" and is_last:
-            if self.does.spec_names == "details":
-                beside["sglext"] = {"spec_tokens_details": self.spec_meta()}
-            else:
-                choice["meta_info"] = self.spec_meta() | {"completion_tokens": num}
-        return {"id": "c", "object": "chunk", "choices": [choice], **beside, **self.so_far(num)}
+        if self.does.dialect == "sglang" and self.does.spec_names != "details" and is_last:
+            choice["meta_info"] = self.spec_meta() | {"completion_tokens": num}
+        return {"id": "c", "object": "chunk", "choices": [choice], **self.so_far(num)}
 
     def tensorrt_llm_stats(self) -> dict[str, Any]:
         return {
@@ -218,4 +214,7 @@ class Said:
                 accepted = self.count.in_order
                 spoken |= {"per_step_accepted": accepted, "per_step_drafted": [self.does.block] * len(accepted)}
             event["metrics"] = {"speculative_decoding": spoken}
-        return [*([] if fault == "no_usage" else [event]), b"data: [DONE]\n\n"]
+        counts: list[Any] = []
+        if self.does.dialect == "sglang" and self.does.spec_names == "details":
+            counts = [{"choices": [], "sglext": {"spec_tokens_details": self.spec_meta()}}]
+        return [*counts, *([] if fault == "no_usage" else [event]), b"data: [DONE]\n\n"]
