@@ -109,6 +109,42 @@ def fits(preset: Preset, machine: Machine) -> tuple[bool | None, str]:
     return False, f"{has}: too large"
 
 
+GPU_SIZES_GB, GPU_COUNTS = (24, 48, 80, 141), (1, 2, 4, 8)
+USABLE = 0.9
+"""The share of a GPU's memory for weights and caches; the rest is for activations."""
+DRAFT_SHARE, LARGEST_DRAFT, CACHE = 0.15, 4e9, 2e9
+"""What is assumed of a draft, as a share of the target and in bytes, and of caches, in bytes."""
+HELD = {2: "yes", 1: "shared", 0: "no"}
+
+
+def copies_held(preset: Preset, count: int, size_gb: int) -> int | None:
+    """Return how many copies of the target in bfloat16 fit on GPUs of this size, with a draft on the first.
+
+    2: the judge has weights of its own; 1: it reads the engine's; 0: too large. None if the size is unknown.
+    """
+    if preset.billions is None:
+        return None
+    weights = 2e9 * preset.billions
+    room = USABLE * 1e9 * size_gb - min(DRAFT_SHARE * weights, LARGEST_DRAFT) - CACHE
+    return next((copies for copies in (2, 1) if copies * weights / count <= room), 0)
+
+
+def _gpus(preset: Preset, is_recurrent: bool) -> list[str]:
+    """Return a table of GPUs that hold a target."""
+    if preset.billions is None:
+        return []
+    cells = [
+        [str(count), *(HELD[copies_held(preset, count, size) or 0] for size in GPU_SIZES_GB)] for count in GPU_COUNTS
+    ]
+    rows = [["GPUs", *(f"{size} GB" for size in GPU_SIZES_GB)], *cells]
+    return [
+        "It fits, in bfloat16 with a draft:",
+        *(f"    {'  '.join(f'{cell:>6}' for cell in row)}" for row in rows),
+        "yes: with the judge's own weights; shared: the judge reads the engine's. Several GPUs: --device-map auto"
+        + (", by transformers' code." if is_recurrent else " or (yes) --tensor-parallel N, by transformers' code."),
+    ]
+
+
 def _gb(num_bytes: float) -> str:
     return f"{num_bytes / GB:.0f} GB" if num_bytes >= GB else "1 GB"
 
@@ -149,7 +185,10 @@ def _lines(listing: Listing, width: int) -> list[str]:
         wrapped(f"{part:<{part_width}} {text}", width, f"  {'*' if listing.is_here[part] else ' '} ", others)
         for part, text in words.items()
     ]
-    return lines if listing.forward is None else [*lines, wrapped(_forward(**listing.forward), width)]
+    if listing.forward is None:
+        return lines
+    gpus = _gpus(preset, "delta.py" in listing.forward["files"])
+    return [*lines, wrapped(_forward(**listing.forward), width), *(wrapped(line, width) for line in gpus)]
 
 
 def _forward(engine: str | None, files: Sequence[str], reason: str | None, kernels: bool) -> str:
@@ -181,9 +220,17 @@ def as_json(listings: Sequence[Listing], machine: Machine) -> list[dict[str, Any
             "cached": listing.is_here,
             "fits": fits(listing.preset, machine)[0],
             "needs": fits(listing.preset, machine)[1],
-            **({} if listing.forward is None else {"forward": listing.forward}),
+            **({} if listing.forward is None else {"forward": listing.forward, "gpus": _gpus_json(listing.preset)}),
         }
         for listing in listings
+    ]
+
+
+def _gpus_json(preset: Preset) -> list[dict[str, Any]]:
+    return [
+        {"gpus": count, "gb": size, "copies": copies_held(preset, count, size)}
+        for count in GPU_COUNTS
+        for size in GPU_SIZES_GB
     ]
 
 

@@ -53,6 +53,13 @@ def test_of_a_target_of_unknown_size_nothing_is_said() -> None:
     assert fits(Preset("a/b", {}), Machine(GB, ())) == (None, "size unknown")
 
 
+def test_gpus_that_hold_a_target_with_a_draft_and_a_judge() -> None:
+    held = {(count, size): catalogue.copies_held(EIGHT, count, size) for count in (1, 2) for size in (16, 24, 48)}
+    # 16.4 GB a copy; 4.5 GB of draft and caches on the first GPU, a tenth of which stays free.
+    assert held == {(1, 16): 0, (1, 24): 1, (1, 48): 2, (2, 16): 1, (2, 24): 2, (2, 48): 2}
+    assert catalogue.copies_held(Preset("a/b", {}), 8, 141) is None
+
+
 def test_the_list_names_every_model_and_draft_in_100_columns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
