@@ -21,7 +21,7 @@ from dflash_bench.reproduction.verdict import judge
 from dflash_bench.runner.config import RunRequest
 from studies._study import Made, Work, bench
 
-TAKES = "three hours of one core"
+TAKES = "five hours of one core"
 PAGES = ("drafts/ablations-nano-cpu.md",)
 ITEMS = ("table6", "table7", "table8", "table9", "table10", "table13")
 NANO = "nano"
@@ -71,8 +71,8 @@ for large models, nor the reverse.
 
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=2, help="trainings of each draft")
-    parser.add_argument("--written", type=int, default=333, help="prompts each for chat, code and mathematics")
-    parser.add_argument("--epochs", type=float, default=3, help="passes over the answers")
+    parser.add_argument("--written", type=int, default=667, help="prompts each for chat, code and mathematics")
+    parser.add_argument("--epochs", type=float, default=6, help="passes over the answers")
     parser.add_argument("--limit", type=int, default=32, help="prompts of each suite that are decoded")
 
 
