@@ -595,8 +595,8 @@ class MachineOptions:
         ),
     )
     tensor_parallel: int = _machine(
-        "Divide every layer of the target among N processes, each with a GPU of its own, or a part of the CPU, by "
-        "transformers' plan for its architecture.",
+        "Divide every layer of the target among N processes, one per GPU, by transformers' plan for its architecture. "
+        "Answers are the same.",
         default=1,
         metavar="N",
         minimum=1,
