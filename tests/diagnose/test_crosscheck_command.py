@@ -46,8 +46,8 @@ COUNTING: list[tuple[dict[str, Any], Conversion]] = [
     ({"dialect": "llamacpp"}, LLAMACPP),
     ({"dialect": "llamacpp", "has_metrics": False}, LLAMACPP),
     ({"dialect": "sglang"}, WHOLE),
-    ({"dialect": "sglang"}, WITHIN_ANSWER),
-    ({"dialect": "sglang"}, BONUS_IS_LAST),
+    ({"dialect": "tensorrt_llm"}, WITHIN_ANSWER),
+    ({"dialect": "tensorrt_llm"}, BONUS_IS_LAST),
     ({"dialect": "sglang", "spec_names": "none"}, WHOLE),
 ]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from dflash_bench.core.dialects import (
     PUBLISHED,
-    UNMEASURED,
     AcceptanceCounts,
     AnswerError,
     Conversion,
@@ -179,7 +178,6 @@ DIALECT = Dialect(
         CountingRule(
             "sglang.request",
             "meta_info of the answer: S is spec_verify_ct, with the proposed and accepted drafts",
-            UNMEASURED,
             beyond=None,
         ),
         CountingRule(
