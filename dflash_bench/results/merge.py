@@ -99,10 +99,16 @@ def _why_other(first: ShardRun, other: ShardRun) -> str:
 
 
 def _compared(first: ShardRun, other: ShardRun) -> Iterator[tuple[Any, Any]]:
-    identities = (_shared(one.info.identity.to_json()) for one in (first, other))
-    yield next(identities), next(identities)
+    yield _comparable(first.info), _comparable(other.info)
     yield {"shards": first.shard.of, "plan": first.plan}, {"shards": other.shard.of, "plan": other.plan}
     yield {"packages": first.info.environment.packages}, {"packages": other.info.environment.packages}
+
+
+def _comparable(info: RunInfo) -> dict[str, Any]:
+    """Return what all shards of a run share: each may have servers of its own, which differ in their addresses."""
+    shared = _shared(info.identity.to_json())
+    servers = shared.get("servers") or {}
+    return shared | {"servers": {label: {**server, "address": None} for label, server in servers.items()}}
 
 
 def _shared(identity: Mapping[str, Any]) -> dict[str, Any]:

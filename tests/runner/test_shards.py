@@ -22,6 +22,7 @@ from helpers.fake_backend import main
 from helpers.killing import stopped
 from helpers.refusals import assert_refused
 from helpers.runs import rewritten
+from helpers.servers.fake_server import FakeServer
 
 MOMENTS = ("before a part has its name", "once a part is there")
 WORDS = "--suite gsm8k --prompts p.jsonl --limit 16 --model model --method dflash --max-new-tokens 6".split()
@@ -204,6 +205,17 @@ def test_shards_that_ran_at_once_on_one_machine_disturbed_each_other(copies: Pat
     edited(shards[1], lambda info: info.update(boot="another"))
     workers = merge(shards, copies / "apart").identity.workers
     assert workers is not None and workers.on_one_machine == 1
+
+
+def test_each_shard_may_have_a_server_of_its_own(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(measured)
+    words = "--suite gsm8k --data embedded --limit 4 --max-new-tokens 8".split()
+    for number in (1, 2):
+        with FakeServer() as server:
+            where = ["--server", f"plain={server.url}", "--shard", f"{number}/2", "--out", f"served-{number}"]
+            assert main(monkeypatch, "run", *words, *where) == 0
+    assert main(monkeypatch, "merge", "served-1", "served-2", "-o", "served") == 0
+    assert len(store.load(Path("served"))[1]) == 4
 
 
 @each(
