@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from dflash_bench.core.errors import UserError
+from dflash_bench.core.errors import UserError, first_line
 from dflash_bench.models.architecture import recurrent_layers
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ class Followers:
 
     def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
         self.processes = processes
-        self._is_announced = False
+        self._is_announced = self._is_closed = False
         atexit.register(self.close)
 
     @property
@@ -54,9 +54,10 @@ class Followers:
     def announced(self, of: str, method: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Iterator[None]:
         """Announce a call before it is made in the `with`; calls within it are the followers' own matter.
 
-        Raises UserError if a follower has ended.
+        Raises UserError, and ends all followers, if one has ended or the call fails.
         """
-        if self._is_announced:
+        # What ends the run tidies up after the followers have ended, too.
+        if self._is_announced or self._is_closed:
             yield
             return
         self._is_announced = True
@@ -66,10 +67,12 @@ class Followers:
             distributed.broadcast_object_list([call], src=0, device=CPU)
             yield
         except RuntimeError as error:
-            if (status := self._ended()) is None:
-                raise
+            # The others are in the middle of the call, or gone, so no later call could be theirs, too.
+            status = self._ended()
+            self.close()
+            why = first_line(error) if status is None else f"a process ended with exit status {status}"
             raise UserError(
-                f"--tensor-parallel: a process ended with exit status {status}; if memory was short, use more processes"
+                f"--tensor-parallel: {why}; continue with --resume, and with more processes if memory was short"
             ) from error
         finally:
             self._is_announced = False
@@ -85,6 +88,7 @@ class Followers:
 
     def close(self) -> None:
         """End all followers."""
+        self._is_closed = True
         for process in self.processes:
             process.kill()
             process.wait()

@@ -70,8 +70,19 @@ def test_a_process_that_ends_stops_the_run(tmp_path: Path) -> None:
         os.kill(follower, signal.SIGKILL)
         assert process.stderr is not None
         said = process.stderr.read()
-    assert process.returncode == 2
+    assert process.returncode == 2, said[-3000:]
     assert "--tensor-parallel: a process ended with exit status -9" in said.splitlines()[-1]
+
+
+def test_a_pass_that_fails_here_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait in the middle of it, and would take the next call for its rest."""
+    monkeypatch.setattr(parallel.distributed, "broadcast_object_list", lambda *_, **__: None)
+    with subprocess.Popen(["sleep", "600"]) as other:
+        followers = parallel.Followers([other])
+        failing = followers.announced("target", "forward", (), {})
+        with pytest.raises(UserError, match="--tensor-parallel: CUDA out of memory; continue with --resume"), failing:
+            raise RuntimeError("CUDA out of memory")
+    assert other.returncode == -signal.SIGKILL
 
 
 def test_each_process_has_a_part_of_the_layers_and_whole_tables() -> None:
