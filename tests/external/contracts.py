@@ -1,6 +1,6 @@
-"""Servers whose engines need a GPU: their own HTTP servers, over a table of our engine's answers instead of an engine.
+"""Contracts with servers whose engines need a GPU: their own HTTP servers, with answers from a table.
 
-So tokens and counts of each answer are known, and the client must report exactly these.
+The table holds our engine's answers, so the client must report exactly its tokens and counts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from dflash_bench.core.environment import describe, one_line
 from dflash_bench.core.types import Generation, Message
 from dflash_bench.models import chat, presets
 from dflash_bench.report.tables import markdown
@@ -30,7 +31,7 @@ ANSWERS = "answers.json"
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Our engine's answers, and what the client made of the server's, by prompt."""
+    """Our engine's answers, and those that the client read from the servers, by prompt."""
 
     table: dict[str, Generation]
     plain: dict[str, Generation]
@@ -42,7 +43,7 @@ def answers(run: Path, method: str) -> dict[str, Generation]:
 
 
 def table(folder: Path) -> dict[str, Generation]:
-    """Our engine's answers. Servers read them from the file that ANSWERS names, by the token ids of the prompt."""
+    """Our engine's answers, also written to the file from which the servers answer, by the prompt's token ids."""
     bench("run", *ASKED, "--out", folder / "engine")
     found = answers(folder / "engine", METHOD)
     tokenizer = AutoTokenizer.from_pretrained(presets.NANO / "target")
@@ -54,7 +55,7 @@ def table(folder: Path) -> dict[str, Generation]:
 
 
 def told_by(program: str, folder: Path) -> Told:
-    """What the client makes of the servers that `--launch` starts."""
+    """Measure the servers that `--launch` starts."""
     found = table(folder)
     words = [*ASKED, "--launch", program, "--launch-with", SERVERS / f"{program}_here"]
     with pytest.MonkeyPatch.context() as patch:
@@ -86,8 +87,19 @@ def version(environment: Path, package: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def counts_table(served: Mapping[str, Generation]) -> str:
-    """Tokens and counts of each answer, for a page."""
+def blocks(name: str, command: str, parts: str, found: str, served: Mapping[str, Generation]) -> list[str]:
+    """The page of a contract: `parts` names the server's own code that ran, `found` the result."""
+    return [
+        f"# This client and {name}'s own server",
+        f"```\n{command}\n```",
+        f"{one_line(describe())}. {parts} need CUDA; in their place a table answers, which holds our engine's answers "
+        f"with `{METHOD}`, nano and gsm8k (embedded).",
+        found,
+        _counts(served),
+    ]
+
+
+def _counts(served: Mapping[str, Generation]) -> str:
     rows = [
         [prompt, str(one.num_tokens), str(one.total_rounds), str(one.total_drafted), str(one.total_accepted)]
         for prompt, one in served.items()

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import contracts
 import pytest
-from contracts import METHOD, Told
+from contracts import Told
 
-from dflash_bench.core.environment import describe, one_line
 from dflash_bench.models import presets
 
 pytestmark = pytest.mark.lmdeploy
@@ -24,6 +23,10 @@ from lmdeploy.pytorch.config import CacheConfig, SpecDecodeConfig
 cache = CacheConfig(max_batches=1, block_size=64, num_cpu_blocks=0, num_gpu_blocks=0)
 SpecDecodeConfig.from_config("dflash", 7, sys.argv[1], cache, target_model=sys.argv[2], dtype="bfloat16")
 """
+FOUND = (
+    "The client received exactly the table's tokens and counts. z-lab's files are rejected as published, because their "
+    "block size is not in `dflash_config`; files from `convert --to lmdeploy` are accepted."
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +63,6 @@ def test_page(
     server_environment: Callable[[str], Path],
 ) -> None:
     version = contracts.version(server_environment("lmdeploy"), "lmdeploy")
-    blocks = [
-        "# This client and lmdeploy's own server",
-        f"```\n{command('lmdeploy')}\n```",
-        f"{one_line(describe())}. lmdeploy {version}: its command line, its check of drafts, its HTTP server and its "
-        "counters. Its engines need CUDA; in their place a table answers, which holds our engine's answers with "
-        f"`{METHOD}`, nano and gsm8k (embedded).",
-        "The client received exactly the table's tokens and counts. z-lab's files are rejected as published, because "
-        "their block size is not in `dflash_config`; files from `convert --to lmdeploy` are accepted.",
-        contracts.counts_table(told.drafted),
-    ]
+    parts = f"lmdeploy {version}: its command line, its check of drafts, its HTTP server and its counters. Its engines"
+    blocks = contracts.blocks("lmdeploy", command("lmdeploy"), parts, FOUND, told.drafted)
     write_page("servers/contract-lmdeploy.md", blocks)

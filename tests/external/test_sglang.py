@@ -19,7 +19,6 @@ from contracts import METHOD, Told
 
 from dflash_bench.core import methods
 from dflash_bench.core.dialects import LaunchSpec
-from dflash_bench.core.environment import describe, one_line
 from dflash_bench.core.types import Generation
 from dflash_bench.results import store
 from dflash_bench.servers.launch import program_named
@@ -64,6 +63,11 @@ SPECS = (
     spec("eagle3-tree:nodes=59,depth=7,top_k=10", 59),
     spec("mtp:3", 3, kind="MTP"),
     spec("ngram:4", 4, dtype="float32"),
+)
+FOUND = (
+    "The client received exactly the table's tokens and counts, for prompts as token ids (`/generate`) and for chats "
+    "(`/v1/chat/completions`). SGLang counts all drafts that a worker accepts in the last round, including those after "
+    "the token that ends the answer. Prompts beyond the context fail with SGLang's reason."
 )
 
 
@@ -175,15 +179,9 @@ def test_page(
     server_environment: Callable[[str], Path],
 ) -> None:
     version = contracts.version(server_environment("sglang"), "sglang")
-    blocks = [
-        "# This client and SGLang's own server",
-        f"```\n{command('sglang')}\n```",
-        f"{one_line(describe())}. SGLang {version}: its command line, its HTTP server, its tokenizer, and of its "
-        "scheduler the counts of each round, the ends of answers and the stream. Its workers need CUDA; in their place "
-        f"a table answers, which holds our engine's answers with `{METHOD}`, nano and gsm8k (embedded).",
-        "The client received exactly the table's tokens and counts, for prompts as token ids (`/generate`) and for "
-        "chats (`/v1/chat/completions`). SGLang counts all drafts that a worker accepts in the last round, including "
-        "those after the token that ends the answer. Prompts beyond the context fail with SGLang's reason.",
-        contracts.counts_table(told.drafted),
-    ]
+    parts = (
+        f"SGLang {version}: its command line, its HTTP server, its tokenizer, and of its scheduler the counts of each "
+        "round, the ends of answers and the stream. Its workers"
+    )
+    blocks = contracts.blocks("SGLang", command("sglang"), parts, FOUND, told.drafted)
     write_page("servers/contract-sglang.md", blocks)
