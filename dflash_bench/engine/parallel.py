@@ -1,9 +1,8 @@
-"""A target and its judge in several processes: what this one does with them, the others do with their parts.
+"""Tensor parallel execution of the target and its judge: the leader announces each call, and followers repeat it.
 
-Only calls that read the target are shared. Drafting, verifying and sampling stay in this process, which has the
-embedding, the head and the drafts; the outputs of tapped layers are whole after each layer's sum. A call is announced
-over the processes' CPUs, so a pass costs an exchange more than a pass of one process. (Shoeybi et al., Megatron-LM,
-arXiv 1909.08053, section 3.)
+Only calls that read the target's layers are announced. Drafting, verification and sampling run on the leader, which has
+the embedding, the head and the drafts; outputs of layers are complete on every process after the all-reduce. Each call
+costs one broadcast between CPUs. (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3.)
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from dflash_bench.models import parallel, targets
 from dflash_bench.models.loading import Source
 from dflash_bench.models.parallel import Followers
 
-TARGET, JUDGE = "target", "judge"
+TARGET, JUDGE, FOLLOWER = "target", "judge", "follower"
 OF_TARGET = ("tap", "begin", "forward", "keep_path", "commit", "release")
 OF_JUDGE = ("audit", "divergence")
-"""The methods that read the model, or set what it reads."""
+"""The methods that run the model, or change what its next pass reads."""
 
 
 def announced(of: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method, announced to the followers before each call."""
+    """Wrap a method so that each call is announced to the followers first."""
 
     @wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
@@ -42,7 +41,7 @@ def announced(of: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ParallelTarget(Target):
-    """The leader's part of a target; its passes return what the target in one process would."""
+    """The leader's target: passes run on all processes and return complete outputs."""
 
     def __init__(self, model: Any, followers: Followers) -> None:
         self.followers = followers
@@ -50,6 +49,8 @@ class ParallelTarget(Target):
 
 
 class ParallelJudge(Judge):
+    """The leader's judge."""
+
     followers: Followers
 
 
@@ -60,12 +61,9 @@ for name in OF_JUDGE:
 
 
 def judge_of(source: Source, followers: Followers, max_new_tokens: int) -> ChatJudge:
-    """Return the judge of a divided target, with weights of its own, which are loaded now in all processes.
-
-    Followers load it in the same order; nothing may be announced before.
-    """
+    """Load the judge's own copy of the weights on all processes, and return the judge."""
     words = words_in(source)
-    with followers.announced(JUDGE, "__init__", (), {"stop_ids": words.stop_ids, "max_new_tokens": max_new_tokens}):
+    with followers.announced(FOLLOWER, "load_judge", (words.stop_ids, max_new_tokens), {}):
         model = weights_in(source)
     judge = ParallelJudge(model, words.stop_ids, max_new_tokens)
     judge.followers = followers
@@ -74,40 +72,38 @@ def judge_of(source: Source, followers: Followers, max_new_tokens: int) -> ChatJ
     return chat_judge
 
 
-# The side of a follower.
+# Followers.
 
 
-class Share:
-    """A follower's part of target and judge, and the calls it makes on them."""
+class Follower:
+    """A follower's shard of target and judge."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         model = targets.load(source.folder, source.device, source.dtype, source.placement)
-        self.target = Target(model)
-        self.judge: Judge | None = None
+        self.objects: dict[str, Any] = {FOLLOWER: self, TARGET: Target(model)}
+        self.device: torch.device = model.get_input_embeddings().weight.device
 
-    def make(self, call: parallel.Announcement) -> None:
-        if call.of == JUDGE and call.method == "__init__":
-            self.judge = Judge(weights_in(self.source), **call.options)
-            return
-        assert call.of == TARGET or self.judge is not None, "the judge is loaded first"
-        owner, device = (self.target, self.target.device) if call.of == TARGET else (self.judge, None)
-        args = [_placed(one, device) for one in call.args]
-        getattr(owner, call.method)(*args, **{name: _placed(one, device) for name, one in call.options.items()})
+    def load_judge(self, stop_ids: frozenset[int], max_new_tokens: int) -> None:
+        self.objects[JUDGE] = Judge(weights_in(self.source), stop_ids, max_new_tokens)
 
+    def repeat(self, call: parallel.Announcement) -> None:
+        """Make the announced call."""
+        options = {name: self._placed(value) for name, value in call.options.items()}
+        getattr(self.objects[call.of], call.method)(*map(self._placed, call.args), **options)
 
-def _placed(value: Any, device: torch.device | None) -> Any:
-    return value.to(device) if isinstance(value, Tensor) and device is not None else value
+    def _placed(self, value: Any) -> Any:
+        return value.to(self.device) if isinstance(value, Tensor) else value
 
 
 def main() -> None:
-    """Follow the leader until it ends."""
+    """Repeat the leader's calls until it ends."""
     source: Source = pickle.load(sys.stdin.buffer)
     parallel.connect()
-    share = Share(source)
+    follower = Follower(source)
     while True:
         try:
             call = parallel.received()
         except RuntimeError:
             return  # the leader has ended
-        share.make(call)
+        follower.repeat(call)

@@ -185,7 +185,7 @@ class Models:
     source: Source | None = None
     """The target's source; None if it was not read from files."""
     followers: Followers | None = None
-    """The other processes that hold the target, if they are several."""
+    """The other tensor parallel processes; None for a single process."""
 
     def sharing_memory(self, num: int) -> Models:
         """Return the models as seen by one of `num` processes that load them concurrently."""

@@ -268,8 +268,8 @@ def demand_of(
     return MemoryDemand(whole, footprints, methods)
 
 
-def divided(footprint: Footprint, num: int, dtype: torch.dtype, folder: Path) -> Footprint:
-    """Return one of `num` processes' part of a target: layers are divided, embedding and head are whole in each."""
+def sharded(footprint: Footprint, num: int, dtype: torch.dtype, folder: Path) -> Footprint:
+    """Return the footprint per process of a target on `num` processes: embedding and head are replicated."""
     shape, is_tied = targets.shape_of(folder), optional(targets.config_of(folder), "tie_word_embeddings")
     tables = shape.vocab_size * shape.hidden_size * dtype.itemsize * (1 if is_tied else 2)
     layers = max(footprint.weights_bytes - tables, 0)

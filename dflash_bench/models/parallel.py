@@ -1,7 +1,7 @@
-"""Processes that hold a target together: each has a part of every layer, by transformers' plan for its architecture.
+"""Tensor parallel: process groups, and targets sharded across them by transformers' plan for the architecture.
 
-The embedding and the head are whole in every process, because drafts read them. This process leads; the others follow
-its calls (`engine/parallel.py`), and end with it.
+Embedding and head are replicated, because drafts use them. This process is the leader; followers repeat its calls
+(`engine/parallel.py`) and exit with it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CODE = "from dflash_bench.engine.parallel import main; main()"
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A call that every follower makes on its own object of this name."""
+    """A method call for every follower to make on its object named `of`."""
 
     of: str
     method: str
@@ -38,25 +38,20 @@ class Announcement:
 
 
 class Followers:
-    """The other processes, by their ranks from 1 on."""
+    """The follower processes, ranks 1 and up."""
 
     def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
         self.processes = processes
         self._is_announced = self._is_closed = False
         atexit.register(self.close)
 
-    @property
-    def size(self) -> int:
-        """The number of processes, with this one."""
-        return 1 + len(self.processes)
-
     @contextmanager
     def announced(self, of: str, method: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Iterator[None]:
-        """Announce a call before it is made in the `with`; calls within it are the followers' own matter.
+        """Announce a call, which the `with` then makes. Calls nested in it are not announced.
 
-        Raises UserError, and ends all followers, if one has ended or the call fails.
+        Raises UserError, and ends all followers, if one has exited or the call fails.
         """
-        # What ends the run tidies up after the followers have ended, too.
+        # Cleanup after a failure still calls the target.
         if self._is_announced or self._is_closed:
             yield
             return
@@ -67,10 +62,10 @@ class Followers:
             distributed.broadcast_object_list([call], src=0, device=CPU)
             yield
         except RuntimeError as error:
-            # The others are in the middle of the call, or gone, so no later call could be theirs, too.
+            # Followers have exited, or wait in the middle of this call, so no further call can be announced.
             status = self._ended()
             self.close()
-            why = first_line(error) if status is None else f"a process ended with exit status {status}"
+            why = first_line(error) if status is None else f"a process exited with status {status}"
             raise UserError(
                 f"--tensor-parallel: {why}; continue with --resume, and with more processes if memory was short"
             ) from error
@@ -78,7 +73,7 @@ class Followers:
             self._is_announced = False
 
     def _ended(self) -> int | None:
-        """Return the status of a follower that ended; a broken connection may be noticed before its end."""
+        """Return the exit status of a follower, waiting briefly: its connection breaks before it has exited."""
         for process in self.processes:
             try:
                 return process.wait(timeout=1)
@@ -104,17 +99,17 @@ def on_cpu(value: Any) -> Any:
 
 
 def received() -> Announcement:
-    """Return the next announcement. Raises RuntimeError when the leader has ended."""
+    """Return the next announcement. Raises RuntimeError when the leader has exited."""
     place: list[Any] = [None]
     distributed.broadcast_object_list(place, src=0, device=CPU)
     announcement: Announcement = place[0]
     return announcement
 
 
-def start(size: int, share: object) -> Followers:
-    """Start `size` - 1 followers, each with a copy of `share`, and connect all processes.
+def start(size: int, source: object) -> Followers:
+    """Start `size` - 1 followers, which load the target from `source`, and connect them.
 
-    A process leads one group at a time: earlier followers are ended.
+    A process leads one group at a time: the followers of an earlier group are ended.
     """
     for earlier in _leading:
         earlier.close()
@@ -130,7 +125,7 @@ def start(size: int, share: object) -> Followers:
             start_new_session=True,
         )
         assert process.stdin is not None
-        pickle.dump(share, process.stdin)
+        pickle.dump(source, process.stdin)
         process.stdin.close()
         processes.append(process)
     os.environ.update(_environment(0, size, port))
@@ -140,12 +135,12 @@ def start(size: int, share: object) -> Followers:
 
 
 def connect() -> None:
-    """Join the process group that the environment names."""
+    """Join the process group defined by the environment."""
     distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 
 
 def _alike() -> dict[str, str]:
-    """Return the environment in which a follower imports and computes what this process does."""
+    """Return environment variables that give a follower the same import path and threads."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
 
@@ -157,17 +152,17 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def options_of(config: Any, size: int) -> dict[str, Any]:
-    """Return the options of `from_pretrained` that load this process's part of a target.
+    """Return the options of `from_pretrained` that load this process's shard of a target.
 
-    Raises UserError for an architecture without a plan, and for heads that cannot be divided.
+    Raises UserError for an architecture without a plan, or a number of heads that `size` does not divide.
     """
     from transformers.distributed import DistributedConfig
 
     text = config.get_text_config()
     if recurrent_layers(text):
-        raise UserError(f"--tensor-parallel: a {text.model_type} target has recurrent layers, which are not divided")
+        raise UserError(f"--tensor-parallel: a {text.model_type} target has recurrent layers, which are not sharded")
     if not getattr(text, "base_model_tp_plan", None):
-        raise UserError(f"--tensor-parallel: transformers has no plan to divide a {text.model_type} target")
+        raise UserError(f"--tensor-parallel: transformers has no tensor parallel plan for a {text.model_type} target")
     for what in ("num_attention_heads", "num_key_value_heads"):
         if (number := getattr(text, what, size)) % size:
             raise UserError(f"--tensor-parallel {size} does not divide the target's {number} {what}")
@@ -175,7 +170,7 @@ def options_of(config: Any, size: int) -> dict[str, Any]:
 
 
 def make_whole(model: Any) -> Any:
-    """Return the model with its embedding and its head undivided, as drafts need them. Every process must call it."""
+    """Replicate the embedding and the head, which drafts use. All processes must call it together."""
     whole: dict[int, nn.Parameter] = {}
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         weight = module.weight
@@ -183,6 +178,6 @@ def make_whole(model: Any) -> Any:
             gathered = weight.full_tensor() if hasattr(weight, "full_tensor") else weight.data
             whole[id(weight)] = nn.Parameter(gathered, requires_grad=False)
         module.weight = whole[id(weight)]
-        # transformers set a forward that divides the work.
+        # transformers replaced it with a sharded forward.
         vars(module).pop("forward", None)
     return model

@@ -320,7 +320,7 @@ class Placement:
     date: str | None = None
     """The date in the chat template, as YYYY-MM-DD; None: the current date."""
     parallel: int = 1
-    """The number of processes that hold it together (`parallel.py`)."""
+    """The number of tensor parallel processes (`parallel.py`)."""
 
 
 PLAIN = Placement()

@@ -295,11 +295,11 @@ def device_and_dtype(request: RunRequest, num_gpus: int) -> tuple[str, str]:
 
 
 def _refuse_parts(num: int, device: str, num_gpus: int) -> None:
-    """Refuse processes without a device of their own: transformers gives each the GPU of its rank."""
+    """Refuse more processes than GPUs: transformers places rank i on cuda:i."""
     if device == "cpu" and num_gpus:
-        raise UserError("--tensor-parallel takes the GPUs where there are any; leave --device cpu out")
+        raise UserError("--tensor-parallel uses the GPUs if there are any; leave --device cpu out")
     if device not in ("cpu", "cuda"):
-        raise UserError(f"--tensor-parallel takes GPUs from cuda:0 on: give --device cuda, not {device}")
+        raise UserError(f"--tensor-parallel uses cuda:0 and up: give --device cuda, not {device}")
     if device == "cuda" and num_gpus < num:
         raise UserError(f"--tensor-parallel {num} needs {num} GPUs, and this machine has {num_gpus}; lower it")
 
@@ -416,7 +416,7 @@ def _memory(
     demand = replace(demand, rows=max(request.concurrency, default=1))
     if request.tensor_parallel > 1:
         stored = kind or targets.check(target, placement_of(request)).dtype
-        demand = replace(demand, target=memory.divided(demand.target, request.tensor_parallel, stored, target))
+        demand = replace(demand, target=memory.sharded(demand.target, request.tensor_parallel, stored, target))
     if free is not None and device == "cpu":
         free //= (request.workers or 1) * request.tensor_parallel
     footprint = demand.held(padded.longest)

@@ -1,4 +1,4 @@
-"""A target in two processes gives the answers and the acceptance of one; a process that ends stops the run."""
+"""Tensor parallel: two processes give the answers and acceptance of one; a failing process ends the run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def answers(run: Path) -> dict[store.Key, tuple[Any, ...]]:
 
 
 def test_two_processes_give_what_one_gives(tmp_path: Path, main: Main) -> None:
-    """Of a target whose head is not its embedding, so that both are made whole."""
+    """The head is not tied to the embedding, so both are replicated."""
     tiny.build(tmp_path / "model", num_key_value_heads=2, tie_word_embeddings=False)
     done = subprocess.run(
         [*COMMAND, *WORDS, "--limit", "2", "--tensor-parallel", "2", "--out", "two"],
@@ -71,11 +71,11 @@ def test_a_process_that_ends_stops_the_run(tmp_path: Path) -> None:
         assert process.stderr is not None
         said = process.stderr.read()
     assert process.returncode == 2, said[-3000:]
-    assert "--tensor-parallel: a process ended with exit status -9" in said.splitlines()[-1]
+    assert "--tensor-parallel: a process exited with status -9" in said.splitlines()[-1]
 
 
 def test_a_pass_that_fails_here_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They wait in the middle of it, and would take the next call for its rest."""
+    """They wait in the middle of the pass, and would take the next call for the rest of it."""
     monkeypatch.setattr(parallel.distributed, "broadcast_object_list", lambda *_, **__: None)
     with subprocess.Popen(["sleep", "600"]) as other:
         followers = parallel.Followers([other])
@@ -90,7 +90,7 @@ def test_each_process_has_a_part_of_the_layers_and_whole_tables() -> None:
     shape = targets.shape_of(NANO / "target")
     tables = shape.vocab_size * shape.hidden_size * 4  # nano's head is its embedding
     for num in (2, 4):
-        part = memory.divided(whole, num, targets.torch.float32, NANO / "target")
+        part = memory.sharded(whole, num, targets.torch.float32, NANO / "target")
         assert part.weights_bytes - tables == pytest.approx((whole.weights_bytes - tables) / num, abs=1)
         assert part.place_bytes == whole.place_bytes // num
 
@@ -107,7 +107,7 @@ def test_what_cannot_be_divided_is_refused() -> None:
         parallel.options_of(OtherConfig(), 2)
     without = OtherConfig()
     without.base_model_tp_plan = {}
-    with pytest.raises(UserError, match="no plan to divide a odd target"):
+    with pytest.raises(UserError, match="no tensor parallel plan for a odd target"):
         parallel.options_of(without, 3)
 
 
