@@ -1,4 +1,4 @@
-"""Shards: the parts of a run that machines measure by themselves, each with prompts of every suite."""
+"""Shards: parts of a run that can be measured on different machines, each with prompts of every suite."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Prompted = TypeVar("Prompted")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `of` parts, counted from 1: every `of`-th pair of prompts of each suite.
+    """Part `number` of `of`, counted from 1: every `of`-th pair of prompts of each suite.
 
-    Methods take turns in one order at even prompts and reversed at odd ones, so that a pair has both.
+    The order of methods is reversed for every other prompt, so that a pair has both orders.
     """
 
     number: int
@@ -44,16 +44,15 @@ def parse(text: str) -> Shard:
     found = Shard(*map(int, match.groups())) if match else Shard(0, 0)
     if not 1 <= found.number <= found.of <= MOST_SHARDS:
         raise UserError(
-            f"--shard takes I/N, the I-th of N shards, such as 2/8, with at most {MOST_SHARDS:,} shards; "
-            f"not '{text[:40]}'"
+            f"--shard takes I/N, such as 2/8 for the second of eight shards, at most {MOST_SHARDS:,}; not '{text[:40]}'"
         )
     return found
 
 
 def whole(shards: Sequence[Sequence[Prompted]]) -> list[Prompted]:
-    """Return the prompts of a suite in the order of the whole run, given those of all its shards in order.
+    """Interleave the prompts of all shards of a suite, by number, into the order of the whole run.
 
-    Raises ValueError if no suite has such shards.
+    Raises ValueError if they cannot be the shards of one suite.
     """
     rest = [iter(prompts) for prompts in shards]
     merged: list[Prompted] = []

@@ -263,7 +263,9 @@ def _suite(name: str, suite: SuiteEntry, info: RunInfo) -> str:
     """Describe a suite, with its full source if the short form leaves something out: a commit, or a folder's path."""
     place = labels.PromptSource.read(suite.source).place
     number = f"{suite.prompts:,}"
-    if info.measured is not None:
+    if info.identity.shard is not None and info.plan is not None:
+        number = f"{len(info.plan.prompts.get(name, ())):,} of {number}"
+    elif info.measured is not None:
         number = f"{info.measured.get(name, 0):,} of {number}"
     where = f" from {place}" if place else ""
     return (

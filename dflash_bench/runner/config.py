@@ -40,7 +40,7 @@ from dflash_bench.runner import rules
 _prompts, _models, _servers, _answers = under("Prompts"), under("Models"), under("Servers"), under("Answers")
 _drafting, _measuring, _sweeping = under("Drafting"), under("Measuring"), under("Sweeping")
 _machine, _results = under("Machine"), under("Results")
-_ONE_WAY = "{{flag}} computes the target by transformers' code, in parts; leave {} out"
+_ONE_WAY = "{{flag}} splits the target across processes that run transformers' code; leave {} out"
 _SHARE = Range(
     lambda value: 0 < value < 1, "is a share between 0 and 1, not {values}; leave it out to draw from all tokens"
 )
@@ -308,8 +308,8 @@ class ServerOptions:
         in_race=False,
     )
     clients: int = _servers(
-        "Send the requests of --concurrency and --rate from N processes, whose clocks are compared: one process "
-        "reads some thousand chunks per second on time.",
+        "Client processes that send the requests of --concurrency or --rate. A single process can time a few thousand "
+        "chunks per second.",
         default=1,
         metavar="N",
         minimum=1,
@@ -447,19 +447,19 @@ class DecodingOptions:
         conflicts=(rules.SERVED_ALONE,),
     )
     shard: str | None = _measuring(
-        "Measure only the I-th of N parts of the run, each with prompts of every suite; 'dflash-bench merge' makes the "
-        "whole run of them, on whatever machines they were measured.",
+        "Measure only part I of N, with prompts of every suite. 'dflash-bench merge' combines all N parts, which can "
+        "be measured on different machines.",
         metavar="I/N",
         check=shard.parse,
         conflicts=(
-            rules.whole_load("--concurrency", rules.is_concurrent),
-            rules.whole_load("--rate", lambda options: bool(options.rate)),
-            rules.all_together("--shard", lambda options: options.budget is not None),
-            rules.one_process("--shard", lambda options: options.workers is not None),
+            rules.unsharded("--concurrency", rules.is_concurrent),
+            rules.unsharded("--rate", lambda options: bool(options.rate)),
+            rules.unsharded("--for", lambda options: options.budget is not None),
+            rules.unsharded("--workers", lambda options: options.workers is not None),
         ),
         in_race=False,
     )
-    """I/N, see `results.plan.Shard`."""
+    """I/N, see `core.shard.Shard`."""
     unsafe_code: bool = _measuring(
         "Run model-written code even where it cannot be sandboxed. Without it, such code is not run there.",
         default=False,
@@ -595,15 +595,15 @@ class MachineOptions:
         ),
     )
     tensor_parallel: int = _machine(
-        "Divide every layer of the target among N processes, one per GPU, by transformers' plan for its architecture. "
-        "Answers are the same.",
+        "Split every layer of the target across N processes, one per GPU, by transformers' plan for the architecture. "
+        "Answers do not change.",
         default=1,
         metavar="N",
         minimum=1,
         most=64,
         conflicts=(
             rules.SERVED_ALONE,
-            rules.one_process("--tensor-parallel", lambda options: options.workers is not None),
+            Condition(lambda options: options.workers is not None, _ONE_WAY.format("--workers")),
             Condition(lambda options: options.device_map is not None, _ONE_WAY.format("--device-map")),
             Condition(lambda options: options.quantize is not None, _ONE_WAY.format("--quantize")),
             Condition(lambda options: options.engine == "native", _ONE_WAY.format("--engine native")),
@@ -708,7 +708,7 @@ class RunRequest(MachineOptions, MeasurementOptions, DecodingOptions, ServerOpti
 
     @property
     def is_published_code(self) -> bool:
-        """Whether transformers' code was chosen to compute the target, which no compiled kernels do then."""
+        """Whether the options require transformers' code for the target, and so rule out compiled kernels."""
         return self.engine == "transformers" or self.tensor_parallel > 1
 
     @property
@@ -737,8 +737,8 @@ class OutputOptions:
         metavar="DIR",
     )
     resume: bool = _results(
-        "Continue the unfinished run in --out; give the other options again as they were. With --shard, also begin "
-        "one.",
+        "Continue the unfinished run in --out; give the other options again as they were. With --shard, start it if it "
+        "does not exist.",
         default=False,
         needs=(Condition(lambda options: options.out is not None, "{flag} needs --out FOLDER, the run to continue"),),
     )

@@ -275,12 +275,12 @@ def _refuse_empty_shards(one: Shard, loaded: Sequence[Loaded]) -> None:
     for few in (few for few in loaded if len(few.prompts) < least):
         raise UserError(
             f"--shard {one} needs {least} prompts of each suite, two for each shard, and {few.suite.name} has "
-            f"{len(few.prompts)}; divide by less"
+            f"{len(few.prompts)}; use fewer shards"
         )
 
 
 def _refuse_shared_memory(request: RunRequest, chosen: Sequence[Method]) -> None:
-    """Refuse methods whose drafts would depend on which prompts a worker or shard has decoded."""
+    """Refuse methods whose drafts depend on which prompts a worker or shard has decoded."""
     divided = {"--workers": request.workers, "--shard": request.shard}
     for flag in (flag for flag, value in divided.items() if value is not None):
         for method in chosen:

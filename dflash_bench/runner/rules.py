@@ -69,8 +69,8 @@ def one_process(flag: str, is_so: Any) -> Condition:
     return Condition(is_so, error, is_of_sweep=True)
 
 
-def whole_load(flag: str, is_so: Any) -> Condition:
-    error = f"--shard measures some prompts of each suite, and {flag} needs all at once; use --limit instead"
+def unsharded(flag: str, is_so: Any) -> Condition:
+    error = f"--shard measures some prompts of each suite, and {flag} needs all of them; leave one out"
     return Condition(is_so, error, is_of_sweep=True)
 
 

@@ -258,7 +258,7 @@ def _perform(request: RunRequest, folder: Path, resume: bool, caller: Caller) ->
         from dflash_bench.runner.ray_workers import require_ray
 
         require_ray()
-    # A scheduler gives the same command for the first attempt at a shard and for later ones.
+    # Schedulers run the same command for the first attempt and for every retry.
     resume = resume and (request.shard is None or (folder / FILE).exists())
     # Check before anything slow, such as downloads and loading.
     started = None
@@ -451,7 +451,7 @@ def _info(resolved: RunPlan, plan: WorkPlan, backend: Backend | WorkerPool, call
         "memory": resolved.memory,
         "contexts": resolved.contexts.about,
         **({"left_out": left_out} if (left_out := resolved.contexts.left_out) else {}),
-        **({"boot": environment.boot_id()} if plan.shard.of > 1 else {}),
+        **({"boot": environment.boot_id()} if resolved.request.shard else {}),
         **entries(plan.instruments, lambda one: one.starts()),
     }
 
@@ -469,7 +469,7 @@ def _identity(resolved: RunPlan, plan: WorkPlan, backend: Described) -> dict[str
         "code": sandbox.how_run(resolved.isolation) if resolved.has_code else None,
         **({"date": resolved.date} if resolved.date else {}),
         **({"order": DRAWN} if resolved.request.budget else {}),
-        **({"shard": work.shard_to_store(plan)} if plan.shard.of > 1 else {}),
+        **({"shard": work.shard_to_store(plan)} if resolved.request.shard else {}),
         **({"unpinned": list(resolved.unpinned)} if resolved.unpinned else {}),
         **entries(plan.instruments, lambda one: one.identity()),
         **({"slo": objectives(resolved.request.slo)} if resolved.request.slo else {}),

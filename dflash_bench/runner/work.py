@@ -182,7 +182,7 @@ class WorkPlan:
         return self.shard.part(loaded.prompts)
 
     def items(self) -> Iterator[WorkItem]:
-        """Yield the shard's items, with their places in the whole run."""
+        """Yield the items of this shard, with their order in the whole run."""
         order = 0
         for loaded in self.suites:
             last = len(loaded.prompts) - 1
@@ -215,7 +215,7 @@ def to_store(plan: WorkPlan) -> dict[str, Any]:
 
 
 def shard_to_store(plan: WorkPlan) -> dict[str, Any]:
-    """Return the shard as `run.json` holds it, with the hash of the whole plan."""
+    """Return the shard as stored in `run.json`, with the hash of the whole plan."""
     return {**asdict(plan.shard), "plan": sha256(to_store(replace(plan, shard=WHOLE)))}
 
 
