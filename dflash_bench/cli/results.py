@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
@@ -16,9 +16,6 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import io_error, json_text, require_output, write_output
 from dflash_bench.core.labels import visible
 from dflash_bench.core.terminal import note, say, show, terminal_width, wide, with_bar
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer()
 
@@ -73,13 +70,13 @@ def runs(as_json: options.AsJson = False) -> None:
 
 @app.command(cls=Command)
 def merge(
-    shards: Annotated[list[Path], Argument(metavar="SHARD...", help="Folders of all shards of a run, in any order.")],
-    out: Annotated[Path, Option("-o", "--out", metavar="DIR", help="New folder for the whole run.")],
+    shards: Annotated[list[Path], Argument(metavar="SHARD...", help="Folders of all shards, in any order.")],
+    out: Annotated[Path, Option("-o", "--out", metavar="DIR", help="New folder for the merged run.")],
 ) -> None:
-    """Make a run of its shards, each measured with 'run --shard I/N'.
+    """Merge the shards of a run, measured with 'run --shard I/N'.
 
-    It is the run that one machine would have made, with the machine of each answer. Shards of different prompts, models
-    or versions are refused.
+    The result is the run that a single machine would have written; each answer names its shard. Shards of different
+    prompts, models or package versions are refused.
     """
     from dflash_bench import report
     from dflash_bench.results import merge

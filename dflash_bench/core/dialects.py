@@ -333,8 +333,8 @@ class Program:
     draft_format: str | None
     """The format of `convert --to` in which it reads drafts; None if it reads publishers' own files."""
     methods: Mapping[str, tuple[str, ...]]
-    """The supported methods, besides plain decoding, each with the options that can be set: NAME, or NAME=VALUE for
-    one with this value alone. No other option can be `auto`."""
+    """The supported methods, besides plain decoding, and the options of each that can be set: NAME, for any value but
+    `auto`, or NAME=VALUE, for this value only."""
     support: Support
     key_variable: str
     """The environment variable that holds the API key it requires."""

@@ -101,7 +101,7 @@ def one_line(env: dict[str, Any]) -> str:
 
 
 def kind(env: dict[str, Any]) -> str:
-    """Return the kind of a machine, processor and GPUs; times are comparable only within a kind."""
+    """Return the processor and GPUs of a machine; times are comparable only between machines of the same kind."""
     return ", ".join([str(env["cpu"] or env["machine"]), *(gpu["name"] for gpu in env["gpus"])])
 
 

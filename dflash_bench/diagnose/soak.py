@@ -85,7 +85,7 @@ class Soak:
     findings: tuple[SoakFinding, ...]
     notes: tuple[str, ...]
     memory_of: str
-    """Whose memory was read, as it follows the word memory."""
+    """Which process the memory figures cover, as a suffix of "memory" in the output."""
 
     @property
     def data(self) -> dict[str, Any]:

@@ -354,7 +354,7 @@ class Target:
         return positions.clamp(max=self.context_length - 1)
 
     def keep_path(self, starts: Sequence[int], path: Tensor) -> None:
-        """Move the accepted path [B, n] of a tree to the places after each row's start."""
+        """Move the accepted path [B, n] of a tree to the positions after each row's start in the cache."""
         self.cache.keep_path(starts, path)
 
     def commit(self, counts: Sequence[int]) -> None:

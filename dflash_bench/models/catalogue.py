@@ -111,16 +111,16 @@ def fits(preset: Preset, machine: Machine) -> tuple[bool | None, str]:
 
 GPU_SIZES_GB, GPU_COUNTS = (24, 48, 80, 141), (1, 2, 4, 8)
 USABLE = 0.9
-"""The share of a GPU's memory for weights and caches; the rest is for activations."""
+"""The share of GPU memory available to weights and caches; the rest is left for activations."""
 DRAFT_SHARE, LARGEST_DRAFT, CACHE = 0.15, 4e9, 2e9
-"""What is assumed of a draft, as a share of the target and in bytes, and of caches, in bytes."""
+"""Assumed sizes: a draft is this share of its target, up to a limit in bytes; caches in bytes."""
 HELD = {2: "yes", 1: "shared", 0: "no"}
 
 
 def copies_held(preset: Preset, count: int, size_gb: int) -> int | None:
-    """Return how many copies of the target in bfloat16 fit on GPUs of this size, with a draft on the first.
+    """Return how many copies of the target fit on GPUs of this size in bfloat16, beside a draft on the first GPU.
 
-    2: the judge has weights of its own; 1: it reads the engine's; 0: too large. None if the size is unknown.
+    2: the judge has its own copy; 1: engine and judge share one; 0: too large. None if the size is unknown.
     """
     if preset.billions is None:
         return None
@@ -130,7 +130,7 @@ def copies_held(preset: Preset, count: int, size_gb: int) -> int | None:
 
 
 def _gpus(preset: Preset, is_recurrent: bool) -> list[str]:
-    """Return a table of GPUs that hold a target."""
+    """Return the lines of a table: which GPUs hold the target."""
     if preset.billions is None:
         return []
     cells = [
@@ -138,10 +138,10 @@ def _gpus(preset: Preset, is_recurrent: bool) -> list[str]:
     ]
     rows = [["GPUs", *(f"{size} GB" for size in GPU_SIZES_GB)], *cells]
     return [
-        "It fits, in bfloat16 with a draft:",
+        "Fits in bfloat16 with a draft (estimate):",
         *(f"    {'  '.join(f'{cell:>6}' for cell in row)}" for row in rows),
-        "yes: with the judge's own weights; shared: the judge reads the engine's. Several GPUs: --device-map auto"
-        + (", by transformers' code." if is_recurrent else " or (yes) --tensor-parallel N, by transformers' code."),
+        "yes: the judge has its own copy of the weights; shared: it uses the engine's. On several GPUs, transformers' "
+        f"code runs the target, with --device-map auto{'' if is_recurrent else ' or (yes only) --tensor-parallel N'}.",
     ]
 
 

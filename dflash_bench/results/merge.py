@@ -1,7 +1,7 @@
-"""Make a run of its shards: the one that a single machine would have made, with the machine of each answer.
+"""Merge the shards of a run into the run that a single machine would have written.
 
-Shards of different plans, models or versions are refused. Answers keep their verdicts, and the whole is checked as any
-run is before it gets its name.
+Each answer keeps its verdict and names its shard. Shards of different plans, models or package versions are refused,
+and the merged run passes the checks of any run before it is moved into place.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from dflash_bench.results.run_info import RunInfo, carried, read_info, write_inf
 from dflash_bench.results.table import read_run
 
 OF_A_SHARD = ("shard", "plan", "judge")
-"""What shards of one run may differ in; whether the judge has weights of its own depends on free memory."""
+"""Identity fields that differ between shards of one run. The judge shares the engine's weights if memory is short."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRun:
-    """A shard that was measured."""
+    """A measured shard."""
 
     folder: Path
     info: RunInfo
@@ -43,13 +43,13 @@ class ShardRun:
 
     @property
     def span(self) -> tuple[float, float]:
-        """When it began, and when its last answer ended, in seconds since 1970."""
+        """The times of its start and of its last answer's end, in seconds since 1970."""
         began_s = datetime.fromisoformat(str(self.info.started)).timestamp()
         return began_s, began_s + (self.info.span_s or 0.0)
 
 
 def merge(folders: Sequence[Path], out: Path) -> RunInfo:
-    """Write the whole run into the new folder `out`. Raises UserError for runs that are not all shards of one."""
+    """Write the merged run into the new folder `out`. Raises UserError unless these are all shards of one run."""
     store.check_new(out)
     shards = _in_order([_shard(folder) for folder in folders])
     info = _whole_info(shards)
@@ -68,12 +68,12 @@ def _shard(folder: Path) -> ShardRun:
     info = read_info(folder)
     entry = info.identity.shard
     if entry is None:
-        raise UserError(f"{folder} is a whole run, measured without --shard; name only shards")
+        raise UserError(f"{folder} was measured without --shard; name only shards")
     return ShardRun(folder, info, Shard(entry.number, entry.of), entry.plan)
 
 
 def _in_order(shards: Sequence[ShardRun]) -> list[ShardRun]:
-    """Return the shards by number. Raises UserError if they are not all shards of one run, each once and complete."""
+    """Sort the shards by number. Raises UserError unless all are given, each once and finished."""
     first = shards[0]
     for one in shards[1:]:
         if why := _why_other(first, one):
@@ -81,11 +81,11 @@ def _in_order(shards: Sequence[ShardRun]) -> list[ShardRun]:
     by_number: dict[int, ShardRun] = {}
     for one in shards:
         if (twin := by_number.get(one.shard.number)) is not None:
-            raise UserError(f"{twin.folder} and {one.folder} are both shard {one.shard}; leave one out")
+            raise UserError(f"{twin.folder} and {one.folder} are both shard {one.shard}; name one of them")
         by_number[one.shard.number] = one
     missing = [str(Shard(number, first.shard.of)) for number in range(1, first.shard.of + 1) if number not in by_number]
     if missing:
-        raise UserError(f"shard {', '.join(missing)} is missing; measure it with --shard, and name its folder, too")
+        raise UserError(f"shard {', '.join(missing)} is missing; measure it with --shard and add its folder")
     for one in shards:
         if one.info.state != "complete":
             raise UserError(f"{one.folder} is not finished; finish it with --resume")
@@ -93,7 +93,7 @@ def _in_order(shards: Sequence[ShardRun]) -> list[ShardRun]:
 
 
 def _why_other(first: ShardRun, other: ShardRun) -> str:
-    """Return why two shards are not of one run; empty if they are."""
+    """Return how two shards differ in what one run shares; empty if they do not."""
     compared = ["; ".join(run_info.differences(*pair)) for pair in _compared(first, other)]
     return next(filter(None, compared), "")
 
@@ -105,7 +105,7 @@ def _compared(first: ShardRun, other: ShardRun) -> Iterator[tuple[Any, Any]]:
 
 
 def _comparable(info: RunInfo) -> dict[str, Any]:
-    """Return what all shards of a run share: each may have servers of its own, which differ in their addresses."""
+    """Return the identity that all shards share, without the addresses of servers, which may differ."""
     shared = _shared(info.identity.to_json())
     servers = shared.get("servers") or {}
     return shared | {"servers": {label: {**server, "address": None} for label, server in servers.items()}}
@@ -116,7 +116,7 @@ def _shared(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole_info(shards: Sequence[ShardRun]) -> RunInfo:
-    """Return the run's info, but for the sums over its answers."""
+    """Return the info of the merged run, without the sums over its answers."""
     first = shards[0].info
     judges = [one.info.identity.judge for one in shards]
     judge = next((one for one in judges if one and one.weights == SHARED_WEIGHTS), judges[0])
@@ -124,7 +124,7 @@ def _whole_info(shards: Sequence[ShardRun]) -> RunInfo:
     whole_plan = _whole_plan(shards)
     identity |= {"plan": plan.sha256(whole_plan), "judge": judge and judge.to_json()}
     if identity["plan"] != shards[0].plan:
-        raise UserError(f"{shards[0].folder} and the others do not make the plan of the whole run; measure them again")
+        raise UserError(f"{shards[0].folder} and the others do not have the prompts of one run")
     begun_s, ended_s = _span(shards)
     objections: Counter[str] = Counter()
     for one in shards:
@@ -149,7 +149,7 @@ def _whole_info(shards: Sequence[ShardRun]) -> RunInfo:
 
 
 def _whole_plan(shards: Sequence[ShardRun]) -> dict[str, Any]:
-    """Return the plan of the whole run as `run.json` holds it."""
+    """Return the plan of the whole run as stored in `run.json`."""
     stored = [one.info.plan.to_json() for one in shards if one.info.plan is not None]
     try:
         prompts = {suite: whole([one["prompts"][suite] for one in stored]) for suite in stored[0]["prompts"]}
@@ -166,7 +166,7 @@ def _prompts(shards: Sequence[ShardRun]) -> list[dict[str, Any]]:
 
 
 def _records(shards: Sequence[ShardRun]) -> Iterator[list[Answer]]:
-    """Yield the answers of each shard, on the clock of the whole run. Raises UserError for a shard with problems."""
+    """Yield the answers of each shard, on the clock of the merged run. Raises UserError for an invalid shard."""
     begun_s, _ = _span(shards)
     for number, one in enumerate(shards):
         read_run(one.folder)
@@ -186,13 +186,13 @@ def _span(shards: Sequence[ShardRun]) -> tuple[float, float]:
 
 
 def _machines(shards: Sequence[ShardRun]) -> list[int]:
-    """Return the machine of each shard, counted from 0; a shard without a boot id has a machine of its own."""
+    """Return the machine of each shard, counted from 0. A shard without a boot id counts as a separate machine."""
     known = [one.info.boot or one.folder for one in shards]
     return [list(dict.fromkeys(known)).index(machine) for machine in known]
 
 
 def _workers(shards: Sequence[ShardRun]) -> dict[str, Any]:
-    """Return the shards as the workers of a run; those that ran at once on one machine disturbed each other."""
+    """Return the shards as workers of the run, with the most that ran on one machine at the same time."""
     ran = [(machine, *one.span) for machine, one in zip(_machines(shards), shards, strict=True)]
     at_once = [
         sum(other == machine and began_s <= at_s < ended_s for other, began_s, ended_s in ran)
@@ -204,7 +204,7 @@ def _workers(shards: Sequence[ShardRun]) -> dict[str, Any]:
 
 @contextmanager
 def _whole_folder(out: Path) -> Iterator[Path]:
-    """Give a folder that becomes `out` at the end of the `with`, and vanishes on an error."""
+    """Create a folder that is renamed to `out` at the end of the `with`, or removed on an error."""
     out.parent.mkdir(parents=True, exist_ok=True)
     beside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:

@@ -68,7 +68,7 @@ class ServerBackend:
     ) -> None:
         """Connect to all servers. Raises UserError for a server that cannot be measured.
 
-        `num_clients` processes send the requests of loads; of 1, that is this one.
+        `num_clients` processes send the requests of loads; with 1, this process does.
         """
         self.max_new_tokens, self.seed, self.clock = max_new_tokens, seed, clock
         self.local: LocalTarget | None = None
@@ -84,7 +84,7 @@ class ServerBackend:
         self._salt, self._number = uuid4().hex, count()
         self._runner = asyncio.Runner()
         self.lags: dict[tuple[str, Settings], float] = {}
-        """How late arrivals were noticed under load, by method and settings; see `LagWatch`."""
+        """The lag under load in seconds, by method and settings; see `LagWatch`."""
         self.crowd = None if num_clients == 1 else Crowd(num_clients, clock)
         self.servers: dict[str, Server] = {}
         try:
@@ -246,7 +246,7 @@ class ServerBackend:
         seed: str,
         ended: Callable[[], object],
     ) -> tuple[list[Generation], float]:
-        """Return the answers, and how late they were noticed in seconds; see `LagWatch`."""
+        """Return the answers and the lag in seconds; see `LagWatch`."""
 
         async def asked(server: Server, request: ServerRequest) -> Generation:
             answer = await (ask(server, request, self.clock) if self.crowd is None else self.crowd.ask(server, request))

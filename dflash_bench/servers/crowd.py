@@ -1,8 +1,8 @@
-"""Client processes that send the requests of a load for this one, which decides when each is sent.
+"""Client processes that send the requests of a load; this process schedules them.
 
-One process reads some thousand chunks per second; beyond that its own delays become part of every time. Each client
-has connections of its own, and its times are converted to the clock of this process. Only the standard streams connect
-them: a client ends with this process, however that ends.
+A single process can time a few thousand chunks per second; beyond that, its own delays add to every measured time. Each
+client has its own connections, and its times are converted to the clock of this process. Clients are connected by their
+standard streams only, so they exit with this process, however it ends.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from dflash_bench.servers.connect import Server
 from dflash_bench.servers.requests import Clock, LagWatch, ask
 
 NUM_PINGS = 8
-"""Readings of a client's clock, of which the fastest counts."""
+"""Exchanges per comparison of clocks, of which the fastest counts."""
 START_TIMEOUT_S = 60.0
 LENGTH = struct.Struct("!Q")
 CODE = "from dflash_bench.servers.crowd import main; main()"
 
-# What both sides say: pickled objects, each after its length.
+# The protocol: pickled objects, each preceded by its length.
 
 
 class Call(enum.Enum):
-    """What a client is asked for besides answers."""
+    """Requests to a client process other than completions."""
 
     CLOCK = enum.auto()
-    """The reading of its clock, in seconds."""
+    """Return the reading of its clock, in seconds."""
     BEGIN = enum.auto()
-    """Begin to measure how late it is; the reply is None."""
+    """Start measuring its lag (`LagWatch`)."""
     END = enum.auto()
-    """How late it was since then, in seconds."""
+    """Stop, and return the lag in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCall:
-    """A request, and the server to send it to."""
+    """A completion request and the server to send it to."""
 
     name: str
     url: str
@@ -73,14 +73,14 @@ class ServerCall:
         )  # fmt: skip
 
     def connect(self) -> Server:
-        """Return the server with connections of this process, and without what only loads as a whole need."""
+        """Return the server with new connections, and without the state that only the scheduling process needs."""
         client = Client(self.name, self.url, self.access)
         return Server(self.method, client, DIALECTS[self.dialect], ServerInfo(), self.request.model, self.url)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerReply:
-    """An answer, and the fields of requests that the server refuses."""
+    """An answer, and the request fields that the server refuses."""
 
     answer: Generation
     refused: frozenset[str]
@@ -93,39 +93,39 @@ async def send(stream: asyncio.StreamWriter, frame: object) -> None:
 
 
 async def receive(stream: asyncio.StreamReader) -> Any:
-    """Return the next object. Raises asyncio.IncompleteReadError at the end of the stream."""
+    """Read the next object. Raises asyncio.IncompleteReadError at the end of the stream."""
     (length,) = LENGTH.unpack(await stream.readexactly(LENGTH.size))
     return pickle.loads(await stream.readexactly(length))
 
 
-# The side of the run.
+# The scheduling process.
 
 
 @dataclass(slots=True)
 class Member:
-    """A client process, and the calls that it has yet to answer."""
+    """A client process and its pending calls."""
 
     process: Process
     owed: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     offset_s: float = 0.0
-    """Its clock less ours; 0 if they agree as far as can be measured."""
+    """Its clock minus ours; 0 if the difference is below what can be measured."""
     reader: asyncio.Task[None] | None = None
     _number: count[int] = field(default_factory=count)
 
     async def call(self, what: Call | ServerCall) -> Any:
-        """Return the client's reply. Raises UserError if it ended, and the client's own UserError."""
+        """Return the client's reply. Raises UserError if it exited, or if the client raised one."""
         number = next(self._number)
         reply = self.owed[number] = asyncio.get_running_loop().create_future()
         try:
             assert self.process.stdin is not None
-            with suppress(ConnectionError):  # the reader tells why
+            with suppress(ConnectionError):  # `read` reports the reason
                 await send(self.process.stdin, (number, what))
             return await reply
         finally:
             self.owed.pop(number, None)
 
     async def read(self) -> None:
-        """Hand out replies until the process ends."""
+        """Dispatch replies until the process exits."""
         assert self.process.stdout is not None
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
@@ -136,7 +136,7 @@ class Member:
             self._settle(
                 number,
                 UserError(
-                    f"--clients: a client process ended with exit status {status}; continue the run with --resume, and "
+                    f"--clients: a client process exited with status {status}; continue the run with --resume, and "
                     "with fewer clients if memory was short"
                 ),
             )
@@ -152,14 +152,14 @@ class Member:
 
 
 class Crowd:
-    """`num` client processes, started by the first load. Close it in the loop that it was used in."""
+    """`num` client processes, started by the first load. Close it in the event loop that it was used in."""
 
     def __init__(self, num: int, clock: Clock) -> None:
         self.num, self.clock = num, clock
         self.members: list[Member] = []
 
     async def begin(self) -> None:
-        """Start the clients, and compare clocks. Raises UserError if one does not start."""
+        """Start the clients if necessary, and compare clocks. Raises UserError if one does not start."""
         while len(self.members) < self.num:
             self.members.append(await _start())
         for member in self.members:
@@ -167,12 +167,12 @@ class Crowd:
             await member.call(Call.BEGIN)
 
     async def end(self) -> float:
-        """Return how late the latest client noticed arrivals since `begin`, in seconds; see `LagWatch`."""
+        """Return the largest lag of a client since `begin`, in seconds; see `LagWatch`."""
         lags_s: list[float] = [await member.call(Call.END) for member in self.members]
         return max(lags_s)
 
     async def ask(self, server: Server, request: ServerRequest) -> Generation:
-        """Let the client with the fewest requests in flight send this one; times are on our clock."""
+        """Send a request from the client with the fewest in flight. Times are on our clock."""
         member = min(self.members, key=lambda one: len(one.owed))
         reply: ServerReply = await member.call(ServerCall.of(server, request))
         server.refused |= reply.refused
@@ -188,7 +188,7 @@ class Crowd:
         self.members = []
 
     async def _compare_clocks(self, member: Member) -> None:
-        """Set the offset of the client's clock, unless it is within what the fastest exchange took."""
+        """Set the offset of the client's clock; 0 if it is within the error of the fastest exchange."""
         readings = []
         for _ in range(NUM_PINGS):
             sent_s = self.clock()
@@ -205,7 +205,7 @@ async def _start() -> Member:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=_environment(os.environ),
-        # An interrupt is for this process, which then closes them.
+        # Ctrl-C must reach this process only; it closes the clients.
         start_new_session=True,
     )
     member = Member(process)
@@ -222,15 +222,15 @@ async def _start() -> Member:
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Let a client import what this process imports."""
+    """Give a client the same import path."""
     return {**variables, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-# The side of a client.
+# The client process.
 
 
 class ClientProcess:
-    """Answers the calls of a `Crowd`, each in a task of its own."""
+    """Handles the calls of a `Crowd`, each in its own task."""
 
     def __init__(self, replies: asyncio.StreamWriter) -> None:
         self.replies = replies
@@ -262,7 +262,7 @@ class ClientProcess:
 
 
 async def work(calls: BinaryIO, replies: BinaryIO) -> None:
-    """Answer the calls that come, until they end."""
+    """Handle calls until the stream ends."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), calls)
@@ -279,6 +279,6 @@ async def work(calls: BinaryIO, replies: BinaryIO) -> None:
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    # Whatever prints must not end up between replies.
+    # Prints must not end up between replies.
     os.dup2(2, 1)
     asyncio.run(work(sys.stdin.buffer, replies))

@@ -45,7 +45,7 @@ CONCURRENT = "the server counts no rounds in its answers, and several answers ra
 
 Clock = Callable[[], float]
 Ask = Callable[[Server, ServerRequest], Coroutine[Any, Any, Generation]]
-"""Requests one of several answers."""
+"""Requests one answer of a load."""
 
 
 async def ask(server: Server, request: ServerRequest, clock: Clock) -> Generation:
@@ -246,7 +246,7 @@ async def _gather(answers: Sequence[Coroutine[Any, Any, Generation]]) -> list[Ge
 
 
 class LagWatch:
-    """Measures how late this process notices arrivals: a sleep that takes too long shows how long they wait."""
+    """Measures the lag of this process: how much longer than requested a sleep takes is how long arrivals wait."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -258,8 +258,8 @@ class LagWatch:
         self._task = asyncio.create_task(self._watch())
 
     def end(self) -> float:
-        """Return the 95th percentile since the beginning, in seconds."""
-        assert self._task is not None, "it ends what has begun"
+        """Return the 95th percentile since `begin`, in seconds."""
+        assert self._task is not None, "begin comes first"
         self._task.cancel()
         return sorted(self._lags)[int(0.95 * (len(self._lags) - 1))] if self._lags else 0.0
 

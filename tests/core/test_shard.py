@@ -1,4 +1,4 @@
-"""Shards: together they are the whole, each has both orders of methods, and their order comes back."""
+"""Shards partition the prompts, each with both orders of methods, and interleave to the original order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are killed while they store their answers, and what must be the same afterwards."""
+"""Kill runs while they store answers, and select what must not depend on it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from helpers.forked import forked
 
 
 def stopped(moment: str, number: int, *words: str) -> subprocess.CompletedProcess[str]:
-    """A run that ends itself while it stores its part of this number, from 1, or right after that."""
+    """Run a command that kills itself while it stores part `number`, counted from 1, or right after."""
     append, num_appended = store.RunStore.append, 0
 
     def kill(*_: object) -> None:

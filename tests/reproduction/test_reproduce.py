@@ -76,7 +76,7 @@ def test_each_item_runs_with_nano(name: str, tmp_path: Path, main: Main, monkeyp
 def test_each_item_that_trains_runs_with_nano(
     name: str, tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shortened: one learning rate, and a few tokens of the acceptance that each training ends with."""
+    """Shortened: a single learning rate, and few tokens to measure acceptance after training."""
     monkeypatch.setattr(session, "RATES", session.RATES[:1])
     monkeypatch.setattr(session, "MEASURED_TOKENS", 4)
     words_of = ("reproduce", name, "--model", "nano", "--limit", 1, "--max-new-tokens", 4, "-o", tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Client processes that share a load: the answers, counts and times of one client, and what happens if one ends."""
+"""Client processes give the answers, counts and times of a single client; a client that exits stops the run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_together_they_keep_the_concurrency() -> None:
 
 
 def test_times_are_on_the_clock_of_the_run() -> None:
-    """A run whose clock is an hour ahead of its clients' sees their answers within its own call."""
+    """The clock of the run is an hour ahead of its clients'; their times still lie within the call."""
     with (
         FakeServer(**DOES) as server,
         backend(server, max_new_tokens=LENGTH, num_clients=2, clock=lambda: time.perf_counter() + 3600) as opened,
@@ -81,7 +81,7 @@ def test_a_client_that_ends_stops_the_run_with_a_remedy() -> None:
     with (
         FakeServer(**DOES, round_s=0.05) as server,
         backend(server, max_new_tokens=LENGTH, num_clients=2) as opened,
-        pytest.raises(UserError, match=r"exit status -9; continue the run with --resume"),
+        pytest.raises(UserError, match=r"status -9; continue the run with --resume"),
     ):
         served(opened, LOADS[0], lambda: _kill(opened))
 
@@ -115,6 +115,6 @@ def test_a_client_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) 
     with (
         FakeServer(**DOES) as server,
         backend(server, max_new_tokens=LENGTH, num_clients=2) as opened,
-        pytest.raises(UserError, match="--clients: a client process ended with exit status 1"),
+        pytest.raises(UserError, match="--clients: a client process exited with status 1"),
     ):
         served(opened, LOADS[0])
