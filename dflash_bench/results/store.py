@@ -28,7 +28,7 @@ import numpy as np
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import io_error, sync
-from dflash_bench.core.types import SCHEMA_VERSION, Answer, Settings
+from dflash_bench.core.types import OWN_WEIGHTS, SCHEMA_VERSION, STREAMED_WEIGHTS, Answer, Settings
 from dflash_bench.results import integrity, parts, row_checks, run_info
 from dflash_bench.results import plan as plans
 from dflash_bench.results.identity import settings_numbers
@@ -110,6 +110,10 @@ def _changes(stored: RunInfo, now: RunInfo) -> Iterator[str]:
         del identity_then["plan"], identity_now["plan"]
     if "order" not in identity_now:  # without the time limit, the rest is measured
         identity_then.pop("order", None)
+    for judge in (identity.get("judge") or {} for identity in (identity_then, identity_now)):
+        # Which of the two it is depends on the free memory; either way the judge has weights of its own.
+        if judge.get("weights") == STREAMED_WEIGHTS:
+            judge["weights"] = OWN_WEIGHTS
     yield from run_info.differences(identity_then, identity_now)
 
 

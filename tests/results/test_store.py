@@ -18,7 +18,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.types import GREEDY, SCHEMA_VERSION, Answer, Divergence, Exactness, Generation, Settings
+from dflash_bench.core.types import (
+    GREEDY,
+    OWN_WEIGHTS,
+    SCHEMA_VERSION,
+    SHARED_WEIGHTS,
+    STREAMED_WEIGHTS,
+    Answer,
+    Divergence,
+    Exactness,
+    Generation,
+    Settings,
+)
 from dflash_bench.results import store
 from dflash_bench.results.columns import STORED, Source, of_source
 from helpers.each import each
@@ -341,6 +352,18 @@ def test_another_identity_is_refused_with_every_difference(tmp_path: Path) -> No
     for told in ('data_sha256 was "d1", now "d2"', "options.limit was null, now 8", "options.seed was 0, now 1"):
         assert told in message
     assert info_of(folder) == before
+
+
+def test_free_memory_may_decide_how_the_judge_reads_its_own_weights(tmp_path: Path) -> None:
+    def judged(weights: str) -> dict[str, Any]:
+        return with_identity(judge={"target": "t", "dtype": "float32", "weights": weights})
+
+    for number, (then, now) in enumerate(((OWN_WEIGHTS, STREAMED_WEIGHTS), (STREAMED_WEIGHTS, OWN_WEIGHTS))):
+        folder = tmp_path / str(number)
+        store.create(folder, judged(then)).close()
+        store.resume(folder, judged(now)).close()
+        assert info_of(folder)["identity"]["judge"]["weights"] == then
+        assert "judge.weights was" in refusal(store.resume, folder, judged(SHARED_WEIGHTS))
 
 
 def test_another_machine_may_continue_and_is_remembered(tmp_path: Path) -> None:
