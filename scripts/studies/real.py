@@ -1,7 +1,7 @@
 """A real model for code, from a GGUF file: pass rate, acceptance, exactness and speed on HumanEval and MBPP.
 
-Three runs a suite, prompt by prompt: methods without weights, drafts if they are given, and the target's weights in
-int8. Each is continued where it stopped. The file is fetched by nobody: name one that is here.
+Two runs a suite, prompt by prompt: all methods with the target's weights as stored, and some with its weights in int8.
+Each is continued where it stopped. The file is fetched by nobody: name one that is here.
 """
 
 from __future__ import annotations
@@ -120,12 +120,10 @@ def groups(drafts: Sequence[str], has_int8: bool = True) -> list[Group]:
     given = [word for draft in drafts for word in ("--draft", draft)]
     names = [draft.partition("=")[0] for draft in drafts]
     named = [*names, *(tree for chain, tree in TREES.items() if chain in names)]
-    found = [Group("", "Without a draft", METHODS)]
-    if drafts:
-        found.append(Group("drafts", "With drafts", named, given))
+    as_stored = Group("", "Weights as stored", [*METHODS, *named], given)
     in_int8 = [COPIES, COPIES_NO_PROMPT, *names[:1]]
     of_int8 = Group("int8", "Weights in int8", in_int8, ["--quantize", "int8", *given[:2]])
-    return [*found, of_int8] if has_int8 else found
+    return [as_stored, of_int8] if has_int8 else [as_stored]
 
 
 def make(work: Work, options: Namespace) -> Made:
@@ -159,7 +157,7 @@ def make(work: Work, options: Namespace) -> Made:
             made.setdefault(group.title, []).append(document.read_document(run))
     first = next(iter(limits))
     name = f"code-{target.stem}" + (f"-{first}" if options.suite else "")
-    widest = work.plots(work.folder / wanted[bool(options.draft)].run_name(first)) / "positions.svg"
+    widest = work.plots(work.folder / wanted[0].run_name(first)) / "positions.svg"
     picture = f"![acceptance by place in the draft, {first}]({name}-positions.svg)"
     text = page(work, target, made, picture, has_counters)
     return Made({f"speed/{name}.md": text, f"speed/{name}-positions.svg": widest})
