@@ -6,8 +6,10 @@ kinds are decoded beside table 6's draft of five layers.
 
 from __future__ import annotations
 
+import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 from dflash_bench.core.methods import shown
@@ -19,12 +21,17 @@ from dflash_bench.reproduction.items import Claim, Item
 from dflash_bench.reproduction.parts import Part, parts
 from dflash_bench.reproduction.verdict import judge
 from dflash_bench.runner.config import RunRequest
+from dflash_bench.training import contamination
+from nano.corpus import tasks
+from nano.data import turns_of
 from studies._study import Made, Work, bench
 
 TAKES = "five hours of one core"
 PAGES = ("drafts/ablations-nano-cpu.md",)
 ITEMS = ("table6", "table7", "table8", "table9", "table10", "table13")
 NANO = "nano"
+CORPUS_SEED = 4242
+"""Of the generator of nano's training text: other tasks than nano and the embedded suites have."""
 FIVE, NO_FEATURES, NO_DECAY = "dflash@five_layers", "dflash@no_features", "dflash@no_decay"
 METRIC = "al.request_mean"
 BESIDE = Item(
@@ -51,11 +58,11 @@ HEAD = """# The paper's ablations, on nano
 
 {machine}.
 
-`dflash-bench reproduce` trains each table's drafts on nano's own answers to {prompts:,} prompts of ours, with
-{epochs:g} passes over them, and decodes {limit} embedded prompts of each suite, once per seed of the training. A
-claim holds if the 95 % intervals of its figures, over prompts, lie apart in every suite; it fails if they lie apart
-the other way round in one. nano is small, its language easy, and these answers are few: what holds here need not hold
-for large models, nor the reverse.
+`dflash-bench reproduce` trains each table's drafts on nano's own answers to {prompts:,} prompts, from the generator
+of nano's training text, with {epochs:g} passes over them, and decodes {limit} embedded prompts of each suite, once per
+seed of the training. A claim holds if the 95 % intervals of its figures, over prompts, lie apart in every suite; it
+fails if they lie apart the other way round in one. nano is small, its language easy, and these answers are few: what
+holds here need not hold for large models, nor the reverse.
 
 ## Claims
 
@@ -71,17 +78,18 @@ for large models, nor the reverse.
 
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=2, help="trainings of each draft")
-    parser.add_argument("--written", type=int, default=667, help="prompts each for chat, code and mathematics")
-    parser.add_argument("--epochs", type=float, default=6, help="passes over the answers")
+    parser.add_argument("--prompts", type=int, default=2000, help="most prompts to train on")
+    parser.add_argument("--epochs", type=float, default=3, help="passes over the answers")
     parser.add_argument("--limit", type=int, default=32, help="prompts of each suite that are decoded")
 
 
 def make(work: Work, options: Namespace) -> Made:
-    judged = [_measured(work, options, seed) for seed in range(options.seeds)]
+    prompts = work.once("prompts.jsonl", lambda: _prompts(options.prompts))
+    judged = [_measured(work, options, prompts, seed) for seed in range(options.seeds)]
     head = HEAD.format(
         command=work.command,
         machine=next(iter(judged[0].values()))[1].results.info.environment.one_line(),
-        prompts=3 * options.written,
+        prompts=len(prompts.read_text().splitlines()),
         epochs=options.epochs,
         limit=options.limit,
         claims=_table(["table", "claim"], [dict(_claims(one)) for one in judged]),
@@ -95,15 +103,15 @@ Runs = Mapping[str, tuple[Part, Document]]
 """The run of each item, by its name, and of `BESIDE`."""
 
 
-def _measured(work: Work, options: Namespace, seed: int) -> Runs:
+def _measured(work: Work, options: Namespace, prompts: Path, seed: int) -> Runs:
     """Train and decode with one seed, unless that is done."""
-    given = ("--written", options.written, "--epochs", options.epochs, "--threads", 1)
+    given = ("--epochs", options.epochs, "--threads", 1)
     made: dict[str, tuple[Part, Document]] = {}
     for name in ITEMS:
         out = work.folder / f"{name}-{seed}"
         bench(
-            *("reproduce", name, "--model", NANO, *given, "--train-seed", seed, "--limit", options.limit),
-            *("--out", out),
+            *("reproduce", name, "--model", NANO, *given, "--train-prompts", prompts, "--train-seed", seed),
+            *("--limit", options.limit, "--out", out),
             shown=True,
         )
         part = parts(items.item(name), RunRequest(model=NANO))[0]
@@ -111,7 +119,7 @@ def _measured(work: Work, options: Namespace, seed: int) -> Runs:
     drafts = {
         FIVE: work.folder / f"table6-{seed}" / "drafts" / NANO / "dflash-five_layers" / "dflash",
         NO_FEATURES: work.folder / f"table10-{seed}" / "drafts" / NANO / "dflash-no_features" / "dflash",
-        NO_DECAY: _without_decay(work.folder / f"no_decay-{seed}", given, seed),
+        NO_DECAY: _without_decay(work.folder / f"no_decay-{seed}", (*given, "--prompts", prompts), seed),
     }
     suites = items.item("table6").run["suite"]
     run = work.run(
@@ -123,6 +131,13 @@ def _measured(work: Work, options: Namespace, seed: int) -> Runs:
     labels = tuple((method, method) for method in drafts)
     made[BESIDE.name] = Part(None, RunRequest(model=NANO), labels), document.read_document(run)
     return made
+
+
+def _prompts(count: int) -> str:
+    """Return at most `count` different prompts of one turn that are in no suite, a line of JSON each."""
+    turns = dict.fromkeys(turns_of(task)[0] for task in islice(tasks(CORPUS_SEED), count))
+    tested = {turn for overlap in contamination.found(turns, None) for turn in overlap.shared}
+    return "".join(json.dumps({"prompt": turn}) + "\n" for turn in turns if turn not in tested)
 
 
 def _without_decay(out: Path, given: Sequence[object], seed: int) -> Path:
