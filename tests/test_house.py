@@ -44,7 +44,7 @@ def test_an_import_against_the_grain_is_caught(copy: Path) -> None:
 MODULES = {path.relative_to(ROOT / "dflash_bench"): path for path in (ROOT / "dflash_bench").rglob("*.py")}
 PACKAGES = (
     "analysis cli core diagnose engine measurements models perf "
-    "racing replay report reproduction results runner servers tasks training"
+    "racing replay report reproduction results runner servers submissions tasks training"
 ).split()
 PLUG_INS = {"base", "dflash", "eagle3", "medusa", "mtp"}
 """Stems of plug-ins: a method as a net, a format, a drafter and an objective; and what each kind of them shares."""

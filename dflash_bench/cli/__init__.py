@@ -30,6 +30,7 @@ PARTS = {
     "train": "train",
     "reproduce": "reproduce",
     "results": "runs merge index open compare import baseline check",
+    "submissions": "submit accept",
     "show": "report replay card movie plot",
 }
 """The files of commands in the order of --help, and their commands."""
@@ -40,6 +41,7 @@ JOBS = {
     "Decide": "recommend replay profile doctor",
     "Read": "report compare runs open card movie plot index import",
     "Gate": "baseline check",
+    "Share": "submit accept",
     "Drafts and models": "models fetch inspect convert train build-datastore",
     "Prompts and methods": "suites methods",
     "Check the engine": "soak conform verify-distribution",

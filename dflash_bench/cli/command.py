@@ -36,6 +36,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dflash-bench reproduce table1 --model qwen3-4b --data hub",
         "dflash-bench reproduce table12 --model nano --limit 8",
     ),
+    "submit": ("dflash-bench submit results/runs/RUN -o mine.zip",),
+    "accept": ("dflash-bench accept mine.zip --by 'Our lab' -o accepted/mine",),
     "demo": (
         "dflash-bench demo",
         "dflash-bench demo 'What is 17 times 23?' --model smollm2 --method eagle3",

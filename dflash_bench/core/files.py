@@ -6,10 +6,11 @@ import codecs
 import json
 import os
 import re
+import shutil
 import stat
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
@@ -320,6 +321,20 @@ def sync(folder: Path) -> None:
         os.fsync(folder_fd)
     finally:
         os.close(folder_fd)
+
+
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """Create a folder that is renamed to `out` at the end of the `with`, or removed on an error."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    beside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        beside.mkdir()
+        yield beside
+        beside.rename(out)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    sync(out.parent)
 
 
 def io_error(do: str, path: Path, error: BaseException) -> UserError:

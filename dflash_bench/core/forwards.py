@@ -12,6 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+PEAK_BANDWIDTH = {
+    "A100": 2.04e12, "H100": 3.35e12, "H200": 4.8e12, "B200": 8.0e12, "L40S": 0.864e12, "RTX 4090": 1.008e12,
+}  # fmt: skip
+"""Bytes per second of GPUs' memory as NVIDIA states them, by a part of the GPU's name; of an A100, the 80 GB one."""
+
 
 class LinearCost(NamedTuple):
     """C(n) = c0 + c1 n, in seconds."""

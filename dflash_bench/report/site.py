@@ -5,7 +5,7 @@ Like a run's page, it works from a folder, loads nothing from elsewhere, and run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,17 @@ from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import write_output
 from dflash_bench.core.labels import wrapped
-from dflash_bench.report import render
+from dflash_bench.report import rechecks, render
 from dflash_bench.report.document import Document, MethodLine, over_all, read_document
 from dflash_bench.report.html import write_page
 from dflash_bench.report.screen import exact_text, speed_text
 from dflash_bench.report.tables import ReportTable, Section, number, with_interval
 from dflash_bench.report.words import facts
-from dflash_bench.results import store
+from dflash_bench.results import recheck, store
+from dflash_bench.results.recheck import Recheck
 from dflash_bench.results.run_info import FILE, read_info
 
-FILTERS = ("model", "suites", "method", "machine", "engine")
+FILTERS = ("model", "draft", "suites", "method", "machine", "engine", "checked")
 """Columns with a filter by value."""
 
 
@@ -35,6 +36,7 @@ class SiteLine:
     page: str
     started: str
     model: str
+    draft: str
     suites: str
     method: str
     speedup: str
@@ -43,6 +45,8 @@ class SiteLine:
     exact: str
     machine: str
     engine: str
+    checked: str
+    """Whether another machine recomputed a part of the run."""
 
 
 def runs_below(folder: Path) -> list[Path]:
@@ -61,20 +65,23 @@ def write_site(
     A run that cannot be read is reported and left out. Raises UserError if none is left.
     """
     lines: list[SiteLine] = []
+    records: dict[str, Recheck] = {}
     taken: set[str] = set()
     for folder in folders:
         try:
-            document = read_document(folder, allow)
+            document, record = read_document(folder, allow), recheck.read(folder)
         except UserError as error:
             tell(f"note: left out: {error}")
             continue
         page = _free(f"{folder.name}.html", taken)
         write_page(document, out / page)
-        lines += [_line(document, line, page) for line in document.lines]
+        lines += [_line(document, line, page, record) for line in document.lines]
+        if record is not None:
+            records[page] = record
     if not lines:
         raise UserError("none of these runs has a method to show")
     lines.sort(key=lambda line: line.started, reverse=True)
-    write_output(out / "index.html", _index(lines))
+    write_output(out / "index.html", _index(lines, records))
     return lines
 
 
@@ -88,15 +95,18 @@ def _free(name: str, taken: set[str]) -> str:
     return name
 
 
-def _line(document: Document, line: MethodLine, page: str) -> SiteLine:
+def _line(document: Document, line: MethodLine, page: str, record: Recheck | None) -> SiteLine:
     info = document.results.info
     about = facts(info)
+    method = info.identity.methods.get(line.method)
+    draft = info.identity.drafts.get(method.draft or "") if method is not None else None
     speedup, al = over_all(document.cells, line)
     suites = labels.suite_list(dict.fromkeys((cell.suite, cell.source) for cell in document.cells if cell.num_prompts))
     return SiteLine(
         page,
         str(info.started or "")[:16].replace("T", " "),
         Path(str(info.identity.model)).name,
+        Path(draft.name).name if draft is not None and draft.name else "none",
         suites,
         line.name,
         with_interval(speedup),
@@ -105,15 +115,18 @@ def _line(document: Document, line: MethodLine, page: str) -> SiteLine:
         "all failed" if document.why_empty else exact_text(document, line),
         about.get("machine", ""),
         str(info.identity.network or info.identity.engine or ""),
+        rechecks.short(record),
     )
 
 
-def _index(lines: Sequence[SiteLine]) -> str:
+def _index(lines: Sequence[SiteLine], records: Mapping[str, Recheck]) -> str:
     embedded = any(labels.EMBEDDED in line.suites for line in lines)
     values = {
         "title": "dflash-bench: runs",
         "lines": lines,
         "filters": {name: sorted({getattr(line, name) for line in lines}) for name in FILTERS},
+        "records": records,
+        "verdict": rechecks.verdict,
         "note": labels.EMBEDDED_NOTE if embedded else "",
     }
     return render.scripted("site.html", ("site.js",), values)

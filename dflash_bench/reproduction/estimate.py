@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from dflash_bench.analysis.peers.paper import NUM_ROWS
+from dflash_bench.core.forwards import PEAK_BANDWIDTH
 from dflash_bench.core.methods import PLAIN
 from dflash_bench.models import presets
 from dflash_bench.reproduction.items import AVERAGE, Arm, Item
 from dflash_bench.reproduction.parts import Part
 from dflash_bench.tasks.suites import known_suites
 
-GPUS = {"A100": 2.04e12, "H100": 3.35e12}
-"""Bytes per second of their memory, the 80 GB ones, as NVIDIA states them."""
+GPUS = {name: PEAK_BANDWIDTH[name] for name in ("A100", "H100")}
+"""Bytes per second of their memory."""
 GPU_BYTES = 80e9
 OVERHEAD = 1.4
 """Time of a pass over that of reading its weights, as predicted for an H200: results/speed/predicted-gpu.md."""

@@ -6,11 +6,8 @@ and the merged run passes the checks of any run before it is moved into place.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from hashlib import sha256
@@ -20,7 +17,7 @@ from typing import Any
 
 from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.files import sync
+from dflash_bench.core.files import whole_folder
 from dflash_bench.core.shard import Shard, whole
 from dflash_bench.core.types import SHARED_WEIGHTS, Answer
 from dflash_bench.results import integrity, parts, plan, run_info, store
@@ -56,7 +53,7 @@ def merge(folders: Sequence[Path], out: Path) -> RunInfo:
     records = sorted(chain.from_iterable(_records(shards)), key=lambda record: record.order)
     sums = integrity.of_run(float(info.span_s or 0.0), records)
     info = run_info.with_changes(info, sums)
-    with _whole_folder(out) as folder:
+    with whole_folder(out) as folder:
         write_info(folder, info)
         run_info.write_prompts(folder, _prompts(shards))
         parts.write(parts.to_table(records, carried(info)), folder / parts.name(0, 0), carried(info))
@@ -200,17 +197,3 @@ def _workers(shards: Sequence[ShardRun]) -> dict[str, Any]:
     ]
     kinds = {environment.kind(one.info.environment.to_json()) for one in shards}
     return {"number": len(shards), "on_one_machine": max(at_once), "kinds": sorted(kinds)}
-
-
-@contextmanager
-def _whole_folder(out: Path) -> Iterator[Path]:
-    """Create a folder that is renamed to `out` at the end of the `with`, or removed on an error."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    beside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        beside.mkdir()
-        yield beside
-        beside.rename(out)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-    sync(out.parent)

@@ -153,13 +153,7 @@ class Conversation:
         return stored.generation if stored else None
 
     def messages(self, turn: int) -> tuple[Message, ...]:
-        messages = list(self.item.prompt.opening)
-        for number, text in enumerate(self.item.turns[: turn + 1]):
-            messages.append(Message("user", text))
-            answer = self._baseline_answer(number)
-            if number < turn and answer is not None:
-                messages.append(answer.as_message())
-        return (*messages, *self.item.prompt.closing)
+        return self.item.messages(turn, self._baseline_answer)
 
     def judged(self, record: Answer, first: Generation, messages: Sequence[Message]) -> Answer:
         """Return the record with its verdicts and score; `first` is the first method's answer.

@@ -335,7 +335,7 @@ def _run(
     request, model, tell = resolved.request, resolved.model, caller.tell
     settings = settings_of(request, modes_of(request, model, backend.has_thinking))
     backend.check_chats([chat for loaded in resolved.suites for chat in chats(loaded)], settings)
-    plan = _plan(resolved, settings)
+    plan = work_plan(resolved, settings)
     if not request.asks_servers:
         caller.begins("timing forward passes")
     info = _info(resolved, plan, backend, caller)
@@ -372,7 +372,8 @@ def _run(
         tell(f"note: {note}")
 
 
-def _plan(resolved: RunPlan, settings: Sequence[Settings]) -> WorkPlan:
+def work_plan(resolved: RunPlan, settings: Sequence[Settings]) -> WorkPlan:
+    """Return what is to be measured under these settings."""
     labels = tuple(method.label for method in resolved.methods)
     repeats, paddings = resolved.request.repeats, resolved.contexts.paddings
     return WorkPlan(
@@ -439,7 +440,7 @@ def _info(resolved: RunPlan, plan: WorkPlan, backend: Backend | WorkerPool, call
         machine = environment.describe()
         forwards = None if resolved.request.asks_servers else forwards_of(backend)
     return {
-        "identity": _identity(resolved, plan, backend),
+        "identity": identity_of(resolved, plan, backend),
         "options": to_json(resolved.request),
         "environment": machine,
         "command": caller.words or command(sys.argv[1:]),
@@ -456,7 +457,7 @@ def _info(resolved: RunPlan, plan: WorkPlan, backend: Backend | WorkerPool, call
     }
 
 
-def _identity(resolved: RunPlan, plan: WorkPlan, backend: Described) -> dict[str, Any]:
+def identity_of(resolved: RunPlan, plan: WorkPlan, backend: Described) -> dict[str, Any]:
     """Return everything that decides the answers: a run is resumed only with the same identity."""
     return {
         "model": resolved.request.name,

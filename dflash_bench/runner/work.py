@@ -273,6 +273,16 @@ class WorkItem:
     def suite(self) -> str:
         return self.loaded.suite.name
 
+    def messages(self, turn: int, answer_of: Callable[[int], Generation | None]) -> tuple[Message, ...]:
+        """Return the chat up to this turn; `answer_of` returns the answer that an earlier turn was continued from."""
+        messages = list(self.prompt.opening)
+        for number, text in enumerate(self.turns[: turn + 1]):
+            messages.append(Message("user", text))
+            answer = answer_of(number)
+            if number < turn and answer is not None:
+                messages.append(answer.as_message())
+        return (*messages, *self.prompt.closing)
+
     def is_stored(self, run: AnswerStore) -> bool:
         """Whether all of its answers are stored."""
         turns = range(len(self.prompt.turns))

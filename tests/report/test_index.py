@@ -11,6 +11,7 @@ import pytest
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.report import site
+from dflash_bench.results import recheck
 from helpers import runs
 from helpers.pages import HOSTILE, Elements
 from helpers.refusals import assert_refused
@@ -41,6 +42,20 @@ def test_there_is_a_line_for_each_method_and_a_page_for_each_run(written: Path) 
     assert re.findall(r'<a href="([^"]+)">(\d\.\d\d) ', text) == [(line.page, line.speedup[:4]) for line in lines]
     for name in site.FILTERS:
         assert f'data-filter="{name}"' in text
+
+
+def test_the_site_shows_who_recomputed_what(tmp_path: Path) -> None:
+    run = runs.stored(tmp_path / "runs" / "now", runs.answers(8))
+    findings = [{"check": "tokens", "state": "confirmed", "what": HOSTILE}]
+    record = {"schema": 1, "pack": "0" * 64, "seed": 7, "num_drawn": 20, "num_answers": 24, "by": HOSTILE,
+              "machine": "M", "date": "2026-11-28", "version": "1", "findings": findings}  # fmt: skip
+    recheck.write(run, recheck.Recheck.model_validate(record))
+    runs.stored(tmp_path / "runs" / "other", runs.answers(8))
+    lines = site.write_site(site.runs_below(tmp_path / "runs"), tmp_path / "out", lambda _: None)
+    assert {line.page: line.checked for line in lines} == {"now.html": "rechecked", "other.html": "not rechecked"}
+    text = (tmp_path / "out" / "index.html").read_text()
+    assert "seed 7" in text and "20 of 24 answers" in text
+    assert not {"img", "b", "iframe"} & {tag for tag, _ in Elements(text).found}
 
 
 def test_what_comes_from_a_run_is_text(written: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from dflash_bench.core.types import Message
 from dflash_bench.models import chat, targets
 from dflash_bench.models.presets import NANO
-from dflash_bench.results import run_info, store
+from dflash_bench.results import recheck, run_info, store
 from dflash_bench.servers.backend import is_same_text
 from helpers.faults.matrix import command
 from helpers.refusals import assert_refused
@@ -151,3 +151,13 @@ def test_a_space_that_tokenizers_take_away_and_half_a_character_are_no_other_tex
     _, records = store.load(Path("served"))
     # Our own decoding of the tokens is stored and scored.
     assert {record.generation.text for record in records} == {nano_text(one.generation.token_ids) for one in records}
+
+
+def test_a_run_of_servers_is_judged_by_others(main: Main, served: Main, tmp_path: Path) -> None:
+    assert served()[0] == 0
+    assert main("submit", "served", "-o", "pack.zip")[0] == 0
+    assert main("accept", "pack.zip", "-o", "accepted")[0] == 0
+    found = recheck.read(Path("accepted"))
+    assert found is not None
+    assert {one.check for one in found.of_state("unchecked")} == {"counts", "times"}
+    assert {one.check: one.what for one in found.findings}["tokens"].startswith("6 of 6 ")

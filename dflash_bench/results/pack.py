@@ -1,0 +1,113 @@
+"""A pack: a finished run in one file, to hand to others. It holds rows, plan and environment, and no prompts.
+
+A pack is a zip file with `pack.json`, which lists the SHA-256 of every other member. Nothing in it is trusted: names,
+sizes and hashes are checked before a reader sees the run.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from hashlib import file_digest, sha256
+from pathlib import Path
+from typing import IO, Any
+
+from dflash_bench.core import files
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.files import io_error, require_file, whole_folder, write_whole
+from dflash_bench.core.types import SCHEMA_VERSION
+from dflash_bench.results import parts, run_info
+from dflash_bench.results.run_info import SCHEMA, read_info, refuse_other_schema
+from dflash_bench.results.table import read_run
+
+LIST = "pack.json"
+MEMBER = re.compile(r"run\.json|parts\.sha256|part-[0-9]+(-[0-9]+)?\.parquet")
+MOST_MEMBERS, MOST_BYTES = 10_000, 4 << 30
+"""Far more than a run has, so that a small file cannot fill the disk."""
+_CHUNK = 1 << 20
+_OLDEST = (1980, 1, 1, 0, 0, 0)
+"""The date of every member, so that equal runs make equal packs."""
+
+
+def write(run: Path, out: Path) -> int:
+    """Write a finished run as a pack. Return its size in bytes. Raises UserError for a run that fails its checks."""
+    info = read_info(run)
+    if info.state != "complete":
+        raise UserError(f"{run} is not finished; finish it with --resume")
+    read_run(run)
+    members = [run / run_info.FILE, run / parts.CHECKSUMS, *parts.of(run)]
+    listed = {path.name: _sha256(path) for path in members}
+    try:
+        write_whole(out, lambda file: _write(file, members, {SCHEMA: SCHEMA_VERSION, "files": listed}))
+        return out.stat().st_size
+    except OSError as error:
+        raise io_error("write", out, error) from error
+
+
+def _write(file: IO[bytes], members: list[Path], about: dict[str, Any]) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(zipfile.ZipInfo(LIST, _OLDEST), files.json_text(about), zipfile.ZIP_DEFLATED)
+        for path in members:
+            archive.writestr(zipfile.ZipInfo(path.name, _OLDEST), path.read_bytes(), zipfile.ZIP_DEFLATED)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+def sha256_of(pack: Path) -> str:
+    """Return the hash of a pack, by which others name it. Raises UserError if it cannot be read."""
+    require_file(pack)
+    try:
+        return _sha256(pack)
+    except OSError as error:
+        raise io_error("read", pack, error) from error
+
+
+def unpack(pack: Path, into: Path) -> None:
+    """Write the run of a pack into the new folder `into`. Raises UserError for a file that is not a whole pack."""
+    require_file(pack)
+    try:
+        with zipfile.ZipFile(pack) as archive, whole_folder(into) as folder:
+            listed = _listed(pack, archive)
+            for name, hash_ in listed.items():
+                _extract(pack, archive, name, hash_, folder / name)
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+        raise UserError(f"cannot read {pack}: not a pack of 'dflash-bench submit' ({error})") from error
+    except OSError as error:
+        raise io_error("read", pack, error) from error
+
+
+def _listed(pack: Path, archive: zipfile.ZipFile) -> dict[str, str]:
+    """Return the hash of each member but the list. Raises UserError for members that no pack has."""
+    members = archive.infolist()
+    names = [member.filename for member in members]
+    if LIST not in names:
+        raise UserError(f"cannot read {pack}: not a pack of 'dflash-bench submit' (no {LIST})")
+    if len(members) > MOST_MEMBERS or sum(member.file_size for member in members) > MOST_BYTES:
+        raise UserError(f"{pack} would unpack to more than {MOST_BYTES >> 30} GiB or {MOST_MEMBERS:,} files")
+    if odd := next((name for name in names if name != LIST and not MEMBER.fullmatch(name)), None):
+        raise UserError(f"{pack} has a member {odd!r}, which no pack has")
+    about: Any = files.parse_json(f"{pack}: {LIST}", archive.read(LIST).decode("utf-8", "replace"))
+    listed = about.get("files") if isinstance(about, dict) else None
+    if not isinstance(listed, dict) or not all(isinstance(one, str) for one in listed.values()):
+        raise UserError(f"{pack}: {LIST} is not as 'dflash-bench submit' writes it")
+    refuse_other_schema(pack, about.get(SCHEMA))
+    if sorted(names) != sorted([LIST, *listed]):
+        raise UserError(f"{pack} does not hold the members that its {LIST} lists; pack the run again")
+    return dict(listed)
+
+
+def _extract(pack: Path, archive: zipfile.ZipFile, name: str, expected: str, path: Path) -> None:
+    """Write a member to a file. Raises UserError if it is not the one that was packed."""
+    found, size = sha256(), 0
+    with archive.open(name) as member, path.open("wb") as file:
+        while chunk := member.read(_CHUNK):
+            size += len(chunk)
+            if size > archive.getinfo(name).file_size:
+                raise UserError(f"{pack}: {name} is longer than the pack says")
+            found.update(chunk)
+            file.write(chunk)
+    if found.hexdigest() != expected:
+        raise UserError(f"{pack}: {name} is not the file that was packed; pack the run again")
