@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
+from subprocess import CompletedProcess, TimeoutExpired
 from tempfile import TemporaryDirectory
 
 MOST_S = 300
@@ -33,6 +33,35 @@ def forked(act: Callable[[], object]) -> CompletedProcess[str]:
             time.sleep(0.01)
         out, err = (path.read_text() if path.exists() else "" for path in said)
     return CompletedProcess([], os.waitstatus_to_exitcode(ended[1]), out, err)
+
+
+class Forked:
+    """A process that is forked from the tests and goes on beside them, in a process group of its own."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.status: int | None = None
+        if (pid := os.fork()) == 0:
+            os.setsid()
+            _child(act, [Path(os.devnull)] * 2)
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.status = os.waitstatus_to_exitcode(status) if pid else None
+        return self.status
+
+    def wait(self, timeout: float = MOST_S) -> int:
+        """Return the exit status. Raises TimeoutExpired."""
+        ends = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > ends:
+                raise TimeoutExpired("a forked process", timeout)
+            time.sleep(0.005)
+        assert self.status is not None
+        return self.status
 
 
 def _child(act: Callable[[], object], said: list[Path]) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
 
 from dflash_bench import cli
 from dflash_bench.core.types import Answer
-from dflash_bench.results import store
+from dflash_bench.results import parts, store
 from helpers.forked import forked
 
 
@@ -53,3 +58,20 @@ def what_matters(records: list[Answer]) -> list[tuple[object, ...]]:
         )
         for row in sorted(records, key=lambda row: row.order)
     ]
+
+
+TIMES = ("start_s", "end_s", "prefill_s", "decode_s", "draft_prefill_s", "draft_s", "verify_s", "round_s", "clock_s",
+         "pass_s", "clock_doubt", "peak_memory_bytes", "run_id")  # fmt: skip
+"""Columns that differ between any two runs."""
+OF_A_TIME = ("run_id", "started", "finished", "span_s", "times", "forwards", "pass_at_end_s", "resumed", "memory",
+             "captures", "command")  # fmt: skip
+
+
+def without_times(run: Path) -> tuple[Any, dict[str, Any]]:
+    """The rows and the info of a run, without what depends on when and where it was measured."""
+    info = json.loads((run / "run.json").read_text())
+    table = pa.concat_tables([parts.read(part) for part in parts.of(run)]).drop_columns([*TIMES])
+    kept = {name: value for name, value in info.items() if name not in OF_A_TIME}
+    for worker in kept.get("workers", ()):
+        del worker["command"]
+    return table.replace_schema_metadata(None), kept

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import signal
+import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
+from dflash_bench import cli
 from dflash_bench.core.errors import UserError
 from dflash_bench.report.words import facts
 from dflash_bench.results import parts, run_info, store
@@ -20,18 +23,16 @@ from dflash_bench.results.merge import merge
 from helpers import tiny
 from helpers.each import each
 from helpers.fake_backend import main
-from helpers.killing import stopped
+from helpers.forked import Forked
+from helpers.killing import stopped, without_times
 from helpers.refusals import assert_refused
 from helpers.runs import rewritten
 from helpers.servers.fake_server import FakeServer
+from studies import kills
+from studies._study import Work
 
 MOMENTS = ("before a part has its name", "once a part is there")
 WORDS = "--suite gsm8k --prompts p.jsonl --limit 16 --model model --method dflash --max-new-tokens 6".split()
-TIMES = ("start_s", "end_s", "prefill_s", "decode_s", "draft_prefill_s", "draft_s", "verify_s", "round_s", "clock_s",
-         "pass_s", "clock_doubt", "peak_memory_bytes", "run_id")  # fmt: skip
-"""Columns that differ between any two runs."""
-OF_A_TIME = ("run_id", "started", "finished", "span_s", "times", "forwards", "pass_at_end_s", "resumed", "memory",
-             "captures", "command")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -64,16 +65,6 @@ def measured(workplace: Path) -> Path:
             assert main(patched, "run", *shard_words(number, 3, str(number))) == 0
         assert main(patched, "merge", "3", "1", "2", "-o", "merged") == 0
     return workplace
-
-
-def without_times(run: Path) -> tuple[Any, dict[str, Any]]:
-    """The rows and the info of a run, without what depends on when and where it was measured."""
-    info = json.loads((run / "run.json").read_text())
-    table = pa.concat_tables([parts.read(part) for part in parts.of(run)]).drop_columns([*TIMES])
-    kept = {name: value for name, value in info.items() if name not in OF_A_TIME}
-    for worker in kept.get("workers", ()):
-        del worker["command"]
-    return table.replace_schema_metadata(None), kept
 
 
 def test_merged_shards_are_the_run_of_one_process(measured: Path) -> None:
@@ -128,12 +119,34 @@ def test_kills_leave_no_trace(measured: Path, monkeypatch: pytest.MonkeyPatch) -
     assert again.equals(rows) and again_info == info
 
 
-@pytest.mark.in_full
-def test_fifty_kills_over_eight_shards_leave_no_trace(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (rows, info), (again, again_info) = (
-        without_times(kill_and_merge(*how, monkeypatch)) for how in (("sound", 8, 0), ("often", 8, 7))
-    )
-    assert again.equals(rows) and again_info == info
+def test_the_study_of_kills_finds_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The study, shortened, with processes forked from this one."""
+    monkeypatch.setattr(kills, "start", lambda words: Forked(lambda: _called(words)))
+    options = Namespace(shards=2, kills=4, limit=4, tokens=8, seed=1)
+    made = kills.make(Work(tmp_path, "scripts/study kills"), options)
+    assert not made.problems
+    (page,) = made.files.values()
+    rows = re.findall(r"^\| (\d) \| (\d) \| (\d) \|", str(page), re.MULTILINE)
+    assert [row[0] for row in rows] == ["1", "2"] and sum(int(row[1]) for row in rows) >= 2
+
+
+def _called(words: Sequence[str]) -> None:
+    sys.argv = ["dflash-bench", *words]
+    cli.main()
+
+
+def test_a_trace_of_kills_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the second pair of shards is measured with another limit of tokens."""
+    folders = iter(range(100))
+
+    def planted(words: Sequence[str]) -> Forked:
+        is_killed = next(folders) >= 2
+        words = [*words, "--max-new-tokens", "7"] if is_killed else words
+        return Forked(lambda: _called(words))
+
+    monkeypatch.setattr(kills, "start", planted)
+    options = Namespace(shards=2, kills=0, limit=4, tokens=8, seed=1)
+    assert kills.make(Work(tmp_path, "scripts/study kills"), options).problems
 
 
 @pytest.fixture
