@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, variance
@@ -45,7 +46,7 @@ class Spent:
 
     loaded: Loaded
     num: int = 0
-    """The number of prompts measured."""
+    """The number of prompts begun."""
     logs: dict[Cell, list[float]] = field(default_factory=dict)
     """For each cell, the logarithm of each prompt's speed-up."""
     seconds: list[float] = field(default_factory=list)
@@ -56,23 +57,62 @@ class Spent:
         return self.num < len(self.loaded.prompts)
 
 
-def items(plan: WorkPlan, run: RunStore, budget_s: float) -> Iterator[WorkItem]:
-    """Yield items to measure until all are measured or the time is up; prompts already started are finished first.
+@dataclass(frozen=True, slots=True)
+class BegunPrompt:
+    """A prompt that is being measured, under all settings and repeats."""
 
-    A prompt runs through all methods, settings and repeats, and is started only if there is likely time for all of it;
-    at least one prompt is measured. The suites of `plan` hold prompts in the order in which they were drawn.
+    spent: Spent
+    items: tuple[WorkItem, ...]
+
+
+class PromptChooser:
+    """Chooses the prompts of a run with a time limit, one after another: until all are begun or the time is up.
+
+    A prompt runs through all methods, settings and repeats, and is begun only if there is likely time for all of it; at
+    least one prompt is measured. The suites of `plan` hold prompts in the order in which they were drawn. Several
+    prompts may be begun before the first of them is measured.
     """
-    deadline = run.seconds() + budget_s - run.spent_s
-    began = run.seconds()
-    suites = [Spent(loaded) for loaded in plan.suites]
-    for spent, number in _begun(plan, run, suites):
-        yield from _measured(plan, run, spent, number, began)
-    while True:
-        left_s = math.inf if not any(spent.num for spent in suites) else deadline - run.seconds()
-        chosen = next_suite(suites, left_s)
-        if chosen is None:
-            return
-        yield from _measured(plan, run, chosen, chosen.num, began)
+
+    def __init__(self, plan: WorkPlan, run: RunStore, budget_s: float) -> None:
+        self.plan, self.run = plan, run
+        self._began = run.seconds()
+        self._deadline = self._began + budget_s - run.spent_s
+        self._suites = [Spent(loaded) for loaded in plan.suites]
+        self._begun = deque(_begun(run, self._suites))
+        self._next_order = run.next_order
+
+    def begin(self) -> BegunPrompt | None:
+        """Return the next prompt; None if there is none, or no time for it. Prompts begun before a stop come first."""
+        if self._begun:
+            return self._items(*self._begun.popleft())
+        left_s = self._deadline - self.run.seconds() if any(spent.num for spent in self._suites) else math.inf
+        chosen = next_suite(self._suites, left_s)
+        return None if chosen is None else self._items(chosen, chosen.num)
+
+    def _items(self, spent: Spent, number: int) -> BegunPrompt:
+        def of_prompt(first: int) -> tuple[WorkItem, ...]:
+            return tuple(self.plan.of_prompt(spent.loaded, number, number in CONTROLS, first))
+
+        spent.num += 1
+        first = _stored_order(self.run, of_prompt(0))
+        first = self._next_order if first is None else first
+        self._next_order = max(self._next_order, first + sum(len(_keys(item)) for item in of_prompt(0)))
+        return BegunPrompt(spent, of_prompt(first))
+
+    def end(self, prompt: BegunPrompt) -> None:
+        """Take account of a prompt whose answers are stored."""
+        records = [self.run.stored[key] for item in prompt.items for key in _keys(item)]
+        prompt.spent.seconds.append(_seconds(records, self._began))
+        for cell in dict.fromkeys((record.method, record.settings) for record in records if record.method != BASELINE):
+            if (log := _log_ratio(records, *cell)) is not None:
+                prompt.spent.logs.setdefault(cell, []).append(log)
+
+
+def items(chooser: PromptChooser) -> Iterator[WorkItem]:
+    """Yield the items of one prompt after another; each is measured when the next is asked for."""
+    while (prompt := chooser.begin()) is not None:
+        yield from prompt.items
+        chooser.end(prompt)
 
 
 def measured(plan: WorkPlan, run: RunStore) -> dict[str, int]:
@@ -119,7 +159,7 @@ def _width(spent: Spent, pooled: Mapping[Cell, float]) -> float:
     return max(widths)
 
 
-def _begun(plan: WorkPlan, run: RunStore, suites: Sequence[Spent]) -> list[tuple[Spent, int]]:
+def _begun(run: RunStore, suites: Sequence[Spent]) -> list[tuple[Spent, int]]:
     """Return the prompts with a stored answer, and those before them, in the order they were measured."""
     places: dict[tuple[str, str], int] = {}
     for key, record in run.stored.items():
@@ -133,19 +173,6 @@ def _begun(plan: WorkPlan, run: RunStore, suites: Sequence[Spent]) -> list[tuple
     return [(spent, number) for _, spent, number in sorted(turns, key=lambda turn: turn[0])]
 
 
-def _measured(plan: WorkPlan, run: RunStore, spent: Spent, number: int, began: float) -> Iterator[WorkItem]:
-    """Yield the items of one prompt, and add their results to `spent` once they are measured."""
-    of_prompt = list(plan.of_prompt(spent.loaded, number, number in CONTROLS, 0))
-    first = _first_order(run, of_prompt)
-    yield from plan.of_prompt(spent.loaded, number, number in CONTROLS, first)
-    records = [run.stored[key] for item in of_prompt for key in _keys(item)]
-    spent.num += 1
-    spent.seconds.append(_seconds(records, began))
-    for cell in dict.fromkeys((record.method, record.settings) for record in records if record.method != BASELINE):
-        if (log := _log_ratio(records, *cell)) is not None:
-            spent.logs.setdefault(cell, []).append(log)
-
-
 def _is_whole(plan: WorkPlan, run: RunStore, loaded: Loaded, number: int) -> bool:
     return all(key in run.stored for item in plan.of_prompt(loaded, number, False, 0) for key in _keys(item))
 
@@ -154,13 +181,13 @@ def _keys(item: WorkItem) -> list[Key]:
     return [item.key(method, turn) for turn in range(len(item.prompt.turns)) for method in item.methods]
 
 
-def _first_order(run: RunStore, of_prompt: Sequence[WorkItem]) -> int:
-    """Return the place in the run of a prompt's first answer: the stored one, or after all others."""
+def _stored_order(run: RunStore, of_prompt: Sequence[WorkItem]) -> int | None:
+    """Return the place in the run of a prompt's first answer, if any of its answers is stored."""
     for item in of_prompt:
         for place, key in enumerate(_keys(item)):
             if key in run.stored:
                 return run.stored[key].order - item.order - place
-    return run.next_order
+    return None
 
 
 def _seconds(records: Sequence[Answer], began: float) -> float:

@@ -620,17 +620,15 @@ class MachineOptions:
         conflicts=(rules.SERVED_ALONE,),
     )
     workers: int | None = _machine(
-        "Measure prompts in N processes at the same time, each with its own models and its own processors or GPU. The "
-        "answers are the same; workers on one machine slow each other down, and their times are marked. Needs "
-        "dflash-bench[ray].",
+        "Measure prompts in N processes at the same time, each with its own models and its own processors or GPU; with "
+        "--concurrency, one of them measures all prompts of a suite. The answers are the same; workers on one machine "
+        "slow each other down, and their times are marked. Needs dflash-bench[ray].",
         metavar="N",
         minimum=1,
         most=10**4,
         conflicts=(
             rules.served_work("--launch", rules.LAUNCH.holds),
             rules.served_work("--server", rules.is_served),
-            rules.one_process("--for", lambda options: options.budget is not None),
-            rules.one_process("--concurrency", rules.is_concurrent),
             Condition(
                 lambda options: options.device_map is not None,
                 "{flag} take one GPU each, and --device-map all of them; leave one of them out",

@@ -359,13 +359,8 @@ def _run(
         run.keep_prompts(work.prompt_rows(plan))
         if not request.asks_servers:
             run.decode = decoder_of(model.target, request.trust_remote_code)
-        if isinstance(backend, WorkerPool):
-            with _progress(plan, run, caller, request, resume) as progress:
-                at_end: dict[str, Any] = {"captures": workers.execute(plan, backend, run, progress)}
-            judges = backend.judge_report()
-        else:
-            at_end = _execute(plan, backend, run, caller, request, resume)
-            judges = judge_report(backend)
+        at_end = _execute(plan, backend, run, caller, request, resume)
+        judges = backend.judge_report() if isinstance(backend, WorkerPool) else judge_report(backend)
         at_end |= entries(plan.instruments, lambda one: one.ends(launched))
         run.mark_finished(at_end | _judges_report(judges, run, tell))
     for note in at_end.get("client_lag", ()):
@@ -383,30 +378,41 @@ def work_plan(resolved: RunPlan, settings: Sequence[Settings]) -> WorkPlan:
 
 
 def _execute(
-    plan: WorkPlan, backend: Backend, run: store.RunStore, caller: Caller, request: RunRequest, resume: bool
+    plan: WorkPlan,
+    backend: Backend | WorkerPool,
+    run: store.RunStore,
+    caller: Caller,
+    request: RunRequest,
+    resume: bool,
 ) -> dict[str, Any]:
     """Run all prompts, or those there is time for. Return what `run.json` stores at the end."""
-    at_end: dict[str, Any] = {}
-    if request.budget is None:
-        with _progress(plan, run, caller, request, resume) as progress:
-            loop.execute(plan, backend, run, progress)
-    else:
-        from dflash_bench.runner import budget
+    from dflash_bench.runner import budget
 
-        budget_s = budget.seconds(request.budget)
-        end_s = run.seconds() + budget_s - run.spent_s
-        with caller.progress(plan.num_generations, len(run.stored), left_s=lambda: end_s - run.seconds()) as progress:
-            loop.execute(plan, backend, run, progress, budget.items(plan, run, budget_s))
+    at_end: dict[str, Any] = {}
+    budget_s = None if request.budget is None else budget.seconds(request.budget)
+    chooser = None if budget_s is None else budget.PromptChooser(plan, run, budget_s)
+    with _progress(plan, run, caller, request, resume, budget_s) as progress:
+        if isinstance(backend, WorkerPool):
+            at_end["captures"] = workers.execute(plan, backend, run, progress, chooser)
+        else:
+            loop.execute(plan, backend, run, progress, None if chooser is None else budget.items(chooser))
+            at_end |= {"captures": captured_of(backend)} | pass_of(backend)
+    if budget_s is not None:
         at_end["measured"] = budget.measured(plan, run)
         for suite in [suite for suite, number in at_end["measured"].items() if not number]:
             caller.tell(f"note: there was no time for {suite}; raise --for")
-    if request.asks_servers:
+    if request.asks_servers and not isinstance(backend, WorkerPool):
         at_end["client_lag"] = late(backend)
-    return at_end | {"captures": captured_of(backend)} | pass_of(backend)
+    return at_end
 
 
-def _progress(plan: WorkPlan, run: store.RunStore, caller: Caller, request: RunRequest, resume: bool) -> Progress:
-    """Return the progress of a run without a time limit."""
+def _progress(
+    plan: WorkPlan, run: store.RunStore, caller: Caller, request: RunRequest, resume: bool, budget_s: float | None
+) -> Progress:
+    """Return the progress of a run, with a time limit or without."""
+    if budget_s is not None:
+        end_s = run.seconds() + budget_s - run.spent_s
+        return caller.progress(plan.num_generations, len(run.stored), left_s=lambda: end_s - run.seconds())
     advice = "--for 30m measures what fits into 30 minutes"
     if is_concurrent(request) or request.rate or request.workers is not None:
         advice = "--limit N measures N prompts of each suite"

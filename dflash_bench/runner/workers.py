@@ -1,8 +1,9 @@
 """Distribute the prompts of a run to workers, and handle the death of a worker.
 
 A worker is a process with the models loaded, here or elsewhere. It gets a prompt at a time and measures it with all
-methods, settings and repeats, so that every speed-up compares times of the same machine. Only the driver writes to the
-run. The prompt of a dead worker goes to another worker; after `MOST_TRIES` its rows are failures with the reason.
+methods, settings and repeats, so that every speed-up compares times of the same machine; or all prompts of a suite
+under a settings with concurrency. Only the driver writes to the run. The job of a dead worker goes to another worker;
+after `MOST_TRIES` its rows are failures with the reason.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import shown
-from dflash_bench.core.types import Answer, Generation
+from dflash_bench.core.types import Answer, Generation, Settings
 from dflash_bench.results.identity import short_names
 from dflash_bench.results.store import Key, RunStore, key
 from dflash_bench.runner import loop
+from dflash_bench.runner.budget import BegunPrompt, PromptChooser
 from dflash_bench.runner.loop import WarmUp
 from dflash_bench.runner.work import Backend, Described, JudgeReport, ProgressListener, WorkItem, WorkPlan
 
@@ -30,13 +32,13 @@ MOST_TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A prompt for a worker."""
+    """A prompt for a worker, or a wave of prompts."""
 
     plan: WorkPlan
     """The plan of the run, without its prompts."""
     items: tuple[WorkItem, ...]
     stored: Mapping[Key, Answer]
-    """The prompt's answers that the run already has."""
+    """The answers to these prompts that the run already has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class JobDone:
-    """A worker has measured its prompt."""
+    """A worker has measured its job."""
 
     worker: int
     records: Sequence[Answer]
@@ -126,28 +128,102 @@ def measure(job: Job, backend: Backend, warm: dict[str, WarmUp]) -> tuple[list[A
     return kept.new, kept.seconds()
 
 
-def execute(plan: WorkPlan, pool: WorkerPool, run: RunStore, watcher: ProgressListener) -> dict[str, float]:
-    """Run the items that are not stored yet. Return the captures of all workers together.
+def execute(
+    plan: WorkPlan, pool: WorkerPool, run: RunStore, watcher: ProgressListener, chooser: PromptChooser | None = None
+) -> dict[str, float]:
+    """Run the items that are not stored yet, or those that `chooser` begins. Return the captures of all workers.
 
     Raises UserError when no worker is left.
     """
-    driver = _Driver(plan, pool, run, watcher, deque(_jobs(plan, run)))
-    while driver.waiting or driver.busy:
-        driver.hand_out()
+    jobs = PlannedJobs(plan, run) if chooser is None else ChosenJobs(plan, run, chooser)
+    driver = _Driver(plan, pool, run, watcher, jobs)
+    while driver.hand_out():
         driver.hear(pool.wait())
     return driver.captured()
 
 
-def _jobs(plan: WorkPlan, run: RunStore) -> Iterator[Job]:
-    """Yield a job for each prompt that is not completely stored."""
-    bare = replace(plan, suites=(), paddings={})
-    stored: dict[tuple[str, str], dict[Key, Answer]] = {}
-    for place, record in run.stored.items():
-        stored.setdefault(place[:2], {})[place] = record
-    for prompt, items in groupby(plan.items(), key=lambda item: (item.suite, item.prompt.prompt_id)):
-        light = tuple(replace(item, loaded=replace(item.loaded, prompts=(), pool=(), order=())) for item in items)
-        if not all(item.is_stored(run) for item in light):
-            yield Job(bare, light, stored.get(prompt, {}))
+class Jobs(Protocol):
+    """The jobs of a run, in the order in which they are begun."""
+
+    def next(self) -> Job | None:
+        """Return the next job; None if there is none, or none before another has ended."""
+        ...
+
+    def ended(self, job: Job) -> None:
+        """Take account of a job whose answers are stored."""
+        ...
+
+
+class PlannedJobs:
+    """All prompts that are not completely stored; then the waves of answers that are decoded concurrently.
+
+    A wave is of all prompts of a suite under one settings, and one worker measures it. It is compared with answers
+    decoded alone, so that all of these come first.
+    """
+
+    def __init__(self, plan: WorkPlan, run: RunStore) -> None:
+        self.plan, self.run = plan, run
+        self._waiting, self._num_begun, self._has_waves = deque(_prompts(plan, run)), 0, False
+
+    def next(self) -> Job | None:
+        if not self._waiting and not self._num_begun and not self._has_waves:
+            self._waiting, self._has_waves = deque(_waves(self.plan, self.run)), True
+        if not self._waiting:
+            return None
+        self._num_begun += 1
+        return self._waiting.popleft()
+
+    def ended(self, job: Job) -> None:
+        self._num_begun -= 1
+
+
+class ChosenJobs:
+    """The prompts for which there is time."""
+
+    def __init__(self, plan: WorkPlan, run: RunStore, chooser: PromptChooser) -> None:
+        self.plan, self.run, self.chooser = plan, run, chooser
+        self._begun: dict[int, BegunPrompt] = {}
+
+    def next(self) -> Job | None:
+        while (prompt := self.chooser.begin()) is not None:
+            job = _job(self.plan, self.run, prompt.items)
+            if not all(item.is_stored(self.run) for item in job.items):
+                self._begun[job.items[0].order] = prompt
+                return job
+            self.chooser.end(prompt)
+        return None
+
+    def ended(self, job: Job) -> None:
+        self.chooser.end(self._begun.pop(job.items[0].order))
+
+
+def _prompts(plan: WorkPlan, run: RunStore) -> Iterator[Job]:
+    """Yield a job for each prompt that is not completely stored, with what is decoded alone."""
+    alone = (item for item in plan.items() if not item.settings.is_shared)
+    for _, items in groupby(alone, key=lambda item: (item.suite, item.prompt.prompt_id)):
+        job = _job(plan, run, items)
+        if not all(item.is_stored(run) for item in job.items):
+            yield job
+
+
+def _waves(plan: WorkPlan, run: RunStore) -> Iterator[Job]:
+    """Yield a job for the waves of each suite and settings that are not stored; repeats are compared with the first."""
+    waves: dict[tuple[str, Settings], list[WorkItem]] = {}
+    for item in plan.items():
+        if item.settings.is_shared:
+            waves.setdefault((item.suite, item.settings), []).append(item)
+    for items in waves.values():
+        job = _job(plan, run, items)
+        if not all(item.is_stored(run) for item in job.items):
+            yield job
+
+
+def _job(plan: WorkPlan, run: RunStore, items: Iterable[WorkItem]) -> Job:
+    """Return a job without the prompts of others, and with the stored answers of its own prompts."""
+    light = tuple(replace(item, loaded=replace(item.loaded, prompts=(), pool=(), order=())) for item in items)
+    own = {(item.suite, item.prompt.prompt_id) for item in light}
+    stored = {place: record for place, record in run.stored.items() if place[:2] in own}
+    return Job(replace(plan, suites=(), paddings={}), light, stored)
 
 
 @dataclass(slots=True)
@@ -156,7 +232,9 @@ class _Driver:
     pool: WorkerPool
     run: RunStore
     watcher: ProgressListener
-    waiting: deque[Job]
+    jobs: Jobs
+    waiting: deque[Job] = field(default_factory=deque)
+    """Jobs whose workers died."""
     idle: list[int] = field(default_factory=list)
     busy: dict[int, Job] = field(default_factory=dict)
     numbers: dict[int, int] = field(default_factory=dict)
@@ -167,13 +245,20 @@ class _Driver:
     """Workers in a row that died before they were ready."""
     captures: dict[int, Mapping[str, float]] = field(default_factory=dict)
 
-    def hand_out(self) -> None:
-        while self.idle and self.waiting:
-            worker, job = self.idle.pop(0), self.waiting.popleft()
+    def hand_out(self) -> bool:
+        """Give jobs to idle workers. Return whether anything is left to be done."""
+        job: Job | None = None
+        while self.idle:
+            job = self.waiting.popleft() if self.waiting else self.jobs.next()
+            if job is None:
+                return bool(self.busy)
+            worker = self.idle.pop(0)
             self.busy[worker] = job
-            prompt = job.items[0].prompt
-            self.watcher.begins(prompt.suite, f"prompt {prompt.prompt_id} to worker {self.numbers[worker]}")
+            item = job.items[0]
+            what = "all prompts" if item.settings.is_shared else f"prompt {item.prompt.prompt_id}"
+            self.watcher.begins(item.suite, f"{what} to worker {self.numbers[worker]}")
             self.pool.give(worker, job)
+        return True
 
     def hear(self, event: Ready | JobDone | WorkerDied | None) -> None:
         match event:
@@ -182,9 +267,10 @@ class _Driver:
                 self.numbers[worker] = self.run.keep_worker(about)
                 self.idle.append(worker)
             case JobDone(worker, records, seconds, captures):
-                del self.busy[worker]
+                job = self.busy.pop(worker)
                 self.captures[worker] = captures
                 self._keep(records, self.numbers[worker], self.run.seconds() - seconds)
+                self.jobs.ended(job)
                 self.idle.append(worker)
             case WorkerDied(worker, why):
                 self._requeue(worker, why)
@@ -217,6 +303,7 @@ class _Driver:
             self.waiting.appendleft(job)
         else:
             self._keep(_failed(job, why), self.numbers[worker], self.run.seconds())
+            self.jobs.ended(job)
 
     def captured(self) -> dict[str, float]:
         names = dict.fromkeys(name for of_worker in self.captures.values() for name in of_worker)

@@ -45,7 +45,7 @@ for module in (stopwatch, store, workers):
     module.time = CLOCK  # type: ignore[attr-defined]
 
 
-def decoded(answer: Generation, listener: Listener) -> Generation:
+def decoded(answer: Generation, listener: Listener, request: int = 0) -> Generation:
     """The answer, as if it were decoded now: the listener hears of it at the times that it says."""
     if answer.error is not None:
         return answer
@@ -54,11 +54,11 @@ def decoded(answer: Generation, listener: Listener) -> Generation:
     tokens = list(answer.token_ids)
     # However long a busy machine takes over this, it is not what the answer says that it took.
     CLOCK.stands_at = time.perf_counter()
-    listener.began(0)
+    listener.began(request)
     listener.marked()
     for count, took in zip(counts, seconds, strict=True):
         CLOCK.seconds += took
-        listener.received(0, tokens[:count])
+        listener.received(request, tokens[:count])
         listener.marked()
         del tokens[:count]
     CLOCK.stands_at = None
@@ -106,6 +106,24 @@ class FakeBackend:
         answer = decoded(self.answer(method, messages), listener)
         self.given.add((tuple(messages), answer.token_ids))
         return answer
+
+    def serve(
+        self,
+        method: str,
+        requests: Sequence[tuple[Sequence[Message], int]],
+        settings: Settings,
+        ended: Callable[[], object],
+        listener: Listener,
+    ) -> list[Generation]:
+        """One after another, however many are asked for at a time."""
+        began, answers = CLOCK.perf_counter(), []
+        for number, (messages, _) in enumerate(requests):
+            start_s = CLOCK.perf_counter() - began
+            answer = decoded(self.answer(method, messages), listener, number)
+            self.given.add((tuple(messages), answer.token_ids))
+            answers.append(replace(answer, start_s=start_s, end_s=CLOCK.perf_counter() - began))
+            ended()
+        return answers
 
     def answer(self, method: str, messages: Sequence[Message]) -> Generation:
         self.calls.append((method, tuple(messages)))

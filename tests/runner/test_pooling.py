@@ -18,7 +18,7 @@ from dflash_bench.report.findings import findings
 from dflash_bench.report.words import facts
 from dflash_bench.results import store, table
 from dflash_bench.results.run_info import WorkersEntry
-from dflash_bench.runner import loop, setup
+from dflash_bench.runner import budget, loop, setup
 from dflash_bench.runner import workers as runner_workers
 from dflash_bench.runner.session import Progress
 from dflash_bench.runner.work import WorkPlan
@@ -81,6 +81,46 @@ def test_rows_are_those_of_one_process_whoever_ends_first(
     assert len(places) == 9, "all that a prompt is measured with is measured by one worker"
     assert {row.worker for row in records} <= {*range(len(info["workers"]))} <= {*range(number)}
     assert info["captures"] == {"captured": len({worker for worker, _ in pool.given})}
+
+
+@each("number, seed", [(1, 0), (2, 0), (3, 1), (3, 2)])
+def test_waves_are_measured_by_one_worker_each_after_what_is_decoded_alone(
+    tmp_path: Path, number: int, seed: int
+) -> None:
+    plan = replace(PLAN, settings=(Settings(), Settings(concurrency=2), Settings(concurrency=4)))
+    with store.create(tmp_path / "alone", planned_info(plan)) as run:
+        loop.execute(plan, backend(), run, Watch())
+    pool = FakePool(number, backend, random.Random(seed).randrange)
+    with store.create(tmp_path / "run", planned_info(plan)) as run:
+        runner_workers.execute(plan, pool, run, Watch())
+    records, alone = (store.load(tmp_path / name)[1] for name in ("run", "alone"))
+    assert what_matters(records) == what_matters(alone)
+    waves = {(row.suite, row.settings, row.worker) for row in records if row.settings.is_shared}
+    assert len(waves) == 2 * 2
+    last = max(row.end_s or 0.0 for row in records if not row.settings.is_shared)
+    assert all((row.start_s or 0.0) >= last for row in records if row.settings.is_shared)
+
+
+def test_the_wave_of_a_dead_worker_is_measured_by_another(tmp_path: Path) -> None:
+    plan = replace(PLAN, settings=(Settings(concurrency=2),))
+    pool = FakePool(2, backend, dies=dying("p0", 2))
+    with store.create(tmp_path / "run", planned_info(plan)) as run:
+        runner_workers.execute(plan, pool, run, Watch())
+        assert all(item.is_stored(run) for item in plan.items())
+    assert not any(row.generation.error for row in store.load(tmp_path / "run")[1])
+
+
+@each("number, seed", [(1, 0), (3, 1)])
+def test_with_a_time_limit_what_was_begun_is_whole(tmp_path: Path, number: int, seed: int) -> None:
+    plan = replace(PLAN, settings=(Settings(),))
+    folder = tmp_path / "run"
+    for budget_s, nums in ((1e-9, {1}), (1e9, {5, 4})):
+        pool = FakePool(number, backend, random.Random(seed).randrange)
+        with (store.resume if folder.exists() else store.create)(folder, planned_info(plan)) as run:
+            runner_workers.execute(plan, pool, run, Watch(), budget.PromptChooser(plan, run, budget_s))
+            assert {*budget.measured(plan, run).values()} - {0} == nums
+        records = store.load(folder)[1]
+        assert sorted(row.order for row in records) == list(range(len(records)))
 
 
 def test_each_worker_warms_up_once_a_suite_and_no_control_is_that_of_another_prompt(
