@@ -25,6 +25,7 @@ from studies._study import ROOT, Made, StudyError, Work, tell
 
 TAKES = "fifteen minutes of one core"
 PAGES = ("exactness/kills.md",)
+SUITES = ("gsm8k", "math500", "humaneval")
 EARLY = 1 / 3
 """The share of kills at any moment from the start on; the others come after the next answers are stored."""
 MOST_STORED, WAIT_S = 3, 0.2
@@ -37,10 +38,10 @@ HEAD = """# Shards that are killed
 
 {machine}.
 
-{shards} shards of nano on gsm8k (embedded), {prompts} prompts with DFlash and ngram. Each shard is a process, killed
-with SIGKILL at a random moment and started again by the same command with `--resume`, {least} times unless it ends
-before. A third of the kills come at any moment from the start on, the others within {wait} s after up to {most} more
-answers were stored. {shards} other shards were not killed.
+{shards} shards of nano on {suites}, {prompts} embedded prompts each, with DFlash and ngram. Each
+shard is a process, killed with SIGKILL at a random moment and started again by the same command with `--resume`,
+{least} times unless it ends before. A third of the kills come at any moment from the start on, the others within {wait}
+s after up to {most} more answers were stored. {shards} other shards were not killed.
 
 {table}
 
@@ -63,14 +64,14 @@ class Shard:
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--shards", type=int, default=8)
     parser.add_argument("--kills", type=int, default=50, help="least number, over all shards")
-    parser.add_argument("--limit", type=int, default=64, help="prompts of the whole run")
-    parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer")
+    parser.add_argument("--limit", type=int, default=32, help="prompts of each suite")
+    parser.add_argument("--tokens", type=int, default=32, help="most tokens of an answer")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
 
 
 def make(work: Work, options: Namespace) -> Made:
-    asked = ["--suite", "gsm8k", "--limit", str(options.limit), "--max-new-tokens", str(options.tokens)]
-    asked += ["--method", "dflash", "--method", "ngram"]
+    asked = ["--limit", str(options.limit), "--max-new-tokens", str(options.tokens)]
+    asked += [word for suite in SUITES for word in ("--suite", suite)] + ["--method", "dflash", "--method", "ngram"]
     whole, takes_s = _sound(work.folder / "sound", options.shards, asked)
     chance = random.Random(options.seed)
     least = -(-options.kills // options.shards)
@@ -87,6 +88,7 @@ def make(work: Work, options: Namespace) -> Made:
         command=work.command,
         machine=read_info(whole).environment.one_line(),
         shards=options.shards,
+        suites=", ".join(SUITES),
         prompts=options.limit,
         least=least,
         wait=WAIT_S,
@@ -116,14 +118,14 @@ def _table(shards: Sequence[Shard]) -> str:
 
 
 def _sound(folder: Path, num: int, asked: Sequence[str]) -> tuple[Path, float]:
-    """Measure all shards undisturbed; return the merged run, and the seconds that the slowest took."""
+    """Measure all shards undisturbed; return the merged run, and the seconds that the fastest took."""
     seconds = []
     for number in range(1, num + 1):
         began = time.monotonic()
         if (status := start(words_of(folder / str(number), number, num, asked)).wait()) != 0:
             raise StudyError(f"shard {number} ended with exit status {status}")
         seconds.append(time.monotonic() - began)
-    return _merged(folder, num), max(seconds)
+    return _merged(folder, num), min(seconds)
 
 
 def _killed(
@@ -148,7 +150,7 @@ def _killed(
 
 def _has_ended(process: subprocess.Popen[bytes], folder: Path, chance: random.Random, takes_s: float) -> bool:
     """Wait for a random moment. Return whether the process ended before it."""
-    wait_s = chance.uniform(0, takes_s)
+    wait_s = chance.uniform(0, takes_s / 2)
     if chance.random() >= EARLY:
         wanted, wait_s = _newest(folder) + chance.randint(1, MOST_STORED), chance.uniform(0, WAIT_S)
         while _newest(folder) < wanted and process.poll() is None:

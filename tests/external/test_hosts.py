@@ -165,21 +165,26 @@ def test_two_hosts_give_the_rows_of_one_process(
         for name, one in ran.items()
     ]
     heads = ["link", "rows as of one process", "seconds", "after the cut", "packets", "dropped"]
+    called = shlex.join([*RUN, "--limit", str(num), "--workers", "2"])
     write_page(
         "exactness/hosts-nano-cpu.md",
         [
-            "# Workers on two hosts",
-            f"`{command('ray')}` makes this page.\n\n{one_line(describe())}.",
-            "Two network namespaces of one machine, each with an address, a processor and a node of a Ray cluster; the "
-            f"driver runs on the first. `dflash-bench {shlex.join([*RUN, '--limit', str(num), '--workers', '2'])}` over "
-            "a link between them that is sound, that drops packets, and that is cut after four prompts.",
+            f"# Workers on two hosts\n\n`{command('ray')}` makes this page.",
+            f"{one_line(describe())}.",
+            f"""\
+Two network namespaces of one machine, each with an address, a processor and a node of a Ray cluster; the driver runs
+on the first. `dflash-bench {called}`
+over a link between them that is sound, that drops packets, and that is cut after four prompts.""",
             markdown(heads, rows, left=1),
-            "Rows are compared by place, tokens, text, acceptance, verdict and score. The prompt of the worker that was "
-            "cut off went to the other.",
-            "## What Ray's own restarts do",
-            "Two actors with `max_restarts=-1` and `max_task_retries=-1`, one on each host, with a task of five seconds "
-            f"each; then the link is cut. After {waited_s:.0f} seconds {num_done} of 2 tasks is done: the other waits "
-            "for its actor, for which there is no place, while the first actor is idle. This is why the run gives out "
-            "prompts itself.",
+            """\
+Rows are compared by place, tokens, text, acceptance, verdict and score. The prompt of the worker that was cut off went
+to the other.
+
+## What Ray's own restarts do
+""",
+            f"""\
+Two actors with `max_restarts=-1` and `max_task_retries=-1`, one on each host, with a task of five seconds each; then
+the link is cut. After {waited_s:.0f} seconds {num_done} of 2 tasks is done: the other waits for its actor, for which
+there is no place, while the first actor is idle. This is why the run gives out prompts itself.""",
         ],
     )

@@ -122,7 +122,7 @@ def test_kills_leave_no_trace(measured: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_the_study_of_kills_finds_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The study, shortened, with processes forked from this one."""
     monkeypatch.setattr(kills, "start", lambda words: Forked(lambda: _called(words)))
-    options = Namespace(shards=2, kills=4, limit=4, tokens=8, seed=1)
+    options = Namespace(shards=2, kills=4, limit=4, tokens=4, seed=1)
     made = kills.make(Work(tmp_path, "scripts/study kills"), options)
     assert not made.problems
     (page,) = made.files.values()
@@ -140,12 +140,11 @@ def test_a_trace_of_kills_would_be_found(tmp_path: Path, monkeypatch: pytest.Mon
     folders = iter(range(100))
 
     def planted(words: Sequence[str]) -> Forked:
-        is_killed = next(folders) >= 2
-        words = [*words, "--max-new-tokens", "7"] if is_killed else words
-        return Forked(lambda: _called(words))
+        asked = words if next(folders) < 2 else ["6" if word == "5" else word for word in words]
+        return Forked(lambda: _called(asked))
 
     monkeypatch.setattr(kills, "start", planted)
-    options = Namespace(shards=2, kills=0, limit=4, tokens=8, seed=1)
+    options = Namespace(shards=2, kills=0, limit=4, tokens=5, seed=1)
     assert kills.make(Work(tmp_path, "scripts/study kills"), options).problems
 
 
