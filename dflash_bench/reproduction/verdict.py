@@ -10,6 +10,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Literal
 
+from dflash_bench.analysis import compare
 from dflash_bench.analysis.cells import Cell
 from dflash_bench.analysis.peers import zlab
 from dflash_bench.analysis.peers.paper import TOLERANCE, PaperFigure
@@ -65,6 +66,8 @@ class ClaimResult:
     num_held: int
     against: tuple[str, ...]
     """The pairs that are surely the other way round."""
+    ratios: tuple[tuple[Interval, str], ...] = ()
+    """The ratio of each pair, and where it is."""
 
     @property
     def judgement(self) -> Judgement:
@@ -189,29 +192,37 @@ def _claimed(claim: Claim, part: Part, cells: Sequence[Cell]) -> ClaimResult | N
     labels = dict(part.methods)
     if claim.above not in labels or (claim.below is not None and claim.below not in labels):
         return None
-    pairs = list(_pairs(claim, labels, [cell for cell in cells if not cell.slice and claim.metric in cell.figures]))
-    held = [above for above, below, _ in pairs if _is_surely_above(above, below)]
-    against = tuple(name for above, below, name in pairs if _is_surely_above(below, above))
-    return ClaimResult(claim, len(pairs), len(held), against)
+    ratios = [(claimed_ratio(claim.metric, *pair), pair[0].label) for pair in _pairs(claim, labels, cells)]
+    known = [(ratio, label) for ratio, label in ratios if ratio is not None]
+    num_held = sum(ratio.low is not None and ratio.low > 1 for ratio, _ in known)
+    against = tuple(label for ratio, label in known if ratio.high is not None and ratio.high < 1)
+    return ClaimResult(claim, len(known), num_held, against, tuple(known))
 
 
-def _pairs(claim: Claim, labels: Mapping[str, str], cells: Sequence[Cell]) -> Iterator[tuple[Interval, Interval, str]]:
-    """Yield the greater figure, the lesser one, and where they are."""
-    above = [cell for cell in cells if cell.method == labels[claim.above]]
+def _pairs(claim: Claim, labels: Mapping[str, str], cells: Sequence[Cell]) -> Iterator[tuple[Cell, Cell]]:
+    """Yield pairs of cells whose figures should be in this order, the greater one first."""
+    above = [cell for cell in cells if cell.method == labels[claim.above] and not cell.slice]
     if claim.below is not None:
         lesser = {cell.key._replace(method=""): cell for cell in cells if cell.method == labels[claim.below]}
         for cell in above:
             if (other := lesser.get(cell.key._replace(method=""))) is not None:
-                yield cell.figures[claim.metric], other.figures[claim.metric], cell.label
+                yield cell, other
         return
     of_suite: dict[str, list[Cell]] = {}
     for cell in above:
         of_suite.setdefault(cell.suite, []).append(cell)
     for several in of_suite.values():
-        ordered = sorted(several, key=lambda cell: getattr(cell.settings, str(claim.along)))
-        for one, next_one in pairwise(ordered):
-            yield one.figures[claim.metric], next_one.figures[claim.metric], one.label
+        yield from pairwise(sorted(several, key=lambda cell: getattr(cell.settings, str(claim.along))))
 
 
-def _is_surely_above(one: Interval, other: Interval) -> bool:
-    return one.low is not None and other.high is not None and one.low > other.high
+def claimed_ratio(metric: str, above: Cell, below: Cell) -> Interval | None:
+    """Return the ratio of two cells' figures, over the prompts that both answered; None without such prompts.
+
+    Prompts differ far more from each other than methods on a prompt do, so the two figures' own intervals overlap even
+    where nearly every prompt is in the claimed order.
+    """
+    before, after = compare.on_common_prompts(below, above)
+    if not len(before):
+        return None
+    change = compare.ratios([metric], before, after).get(metric)
+    return None if change is None else change.ratio

@@ -60,11 +60,13 @@ HEAD = """# The paper's ablations, on nano
 
 `dflash-bench reproduce` trains each table's drafts on nano's own answers to {prompts:,} prompts, from the generator
 of nano's training text, with {epochs:g} passes over them, and decodes {limit} embedded prompts of each suite, once per
-seed of the training. A claim holds if the 95 % intervals of its figures, over prompts, lie apart in every suite; it
-fails if they lie apart the other way round in one. nano is small, its language easy, and these answers are few: what
-holds here need not hold for large models, nor the reverse.
+seed of the training. nano is small, its language easy, and these answers are few: what holds here need not hold for
+large models, nor the reverse.
 
 ## Claims
+
+The ratio of a claim's two figures over the same prompts, in each suite, with its 95 % interval over prompts. A claim
+holds if all of these are above 1, and fails if one is below 1.
 
 {claims}
 
@@ -152,7 +154,8 @@ def _claims(runs: Runs) -> Iterator[tuple[tuple[str, str], str]]:
     for name, (part, run) in runs.items():
         item = BESIDE if name == BESIDE.name else items.item(name)
         for one in judge(item, part, run).claims:
-            yield (_label(name), one.claim.says), f"{one.judgement} ({one.num_held} of {one.num_pairs})"
+            ratios = ", ".join(with_interval(ratio) for ratio, _ in one.ratios)
+            yield (_label(name), one.claim.says), f"{one.judgement}: {ratios}"
 
 
 def _figures(runs: Runs) -> Iterator[tuple[tuple[str, str, str], str]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dflash_bench.analysis.cells import summarise
 from dflash_bench.analysis.peers.paper import PUBLISHED, PaperFigure, _figures
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.errors import UserError
@@ -18,9 +19,11 @@ from dflash_bench.report import read_document
 from dflash_bench.reproduction import drafting, estimate, items, parts, verdict, words
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.training import session
+from helpers import runs
 from helpers.each import each
 from helpers.refusals import assert_refused
-from helpers.runs import answers, asked, stored
+from helpers.rows import pair
+from helpers.runs import answers, asked, frame_of, stored
 
 Main = Callable[..., tuple[int, str, str]]
 ITEMS = list(items.items())
@@ -208,12 +211,22 @@ def test_a_model_that_stands_in_is_compared_with_nothing(tmp_path: Path) -> None
 
 
 @each(
-    ("above", "below", "judged"),
-    [((3, 4), (1, 2), "holds"), ((1, 3), (2, 4), "cannot be told"), ((1, 2), (3, 4), "fails")],
+    ("more", "judged"),
+    [((1, 1, 1), "holds"), ((1, 0, -1), "cannot be told"), ((-1, -1, -1), "fails"), ((0, 0, 0), "cannot be told")],
 )
-def test_a_claim_is_an_order_of_intervals(above: Any, below: Any, judged: str) -> None:
+def test_a_claim_is_about_the_same_prompts(more: tuple[int, ...], judged: str) -> None:
+    """The lengths of prompts differ fourfold, and of methods by one token; only together can their order be seen."""
+    rows = []
+    for number in range(24):
+        plain, drafted = pair(f"p{number:03}", [2 + 3 * (number % 4)] * 6, 16, order=3 * number)
+        own = [2 + 3 * (number % 4) + more[number % 3]] * 6
+        _, other = pair(f"p{number:03}", own, 16, order=3 * number)
+        rows += [plain, drafted, replace(other, method="eagle3", order=3 * number + 2)]
+    known = [cell for cell in summarise(frame_of(rows), runs.known()) if cell.method != "ar"]
+    below, above = sorted(known, key=lambda cell: cell.method)
+    ratio = verdict.claimed_ratio("al.request_mean", above, below)
+    assert ratio is not None
     claim = items.item("table1").claims[0]
-    greater, lesser = (Interval(sum(ends) / 2, *map(float, ends)) for ends in (above, below))
-    against = ("gsm8k",) if verdict._is_surely_above(lesser, greater) else ()
-    result = verdict.ClaimResult(claim, 1, int(verdict._is_surely_above(greater, lesser)), against)
+    against = ("gsm8k",) if ratio.high is not None and ratio.high < 1 else ()
+    result = verdict.ClaimResult(claim, 1, int(ratio.low is not None and ratio.low > 1), against)
     assert result.judgement == judged
