@@ -1,0 +1,163 @@
+"""Which forged runs does `accept` refuse, and how often does its draw miss answers that were forged?
+
+Each run is measured once and then changed with care for everything else that a reader checks. Small forgeries are
+accepted again and again, with the draw that is used if nobody asks for more.
+"""
+
+from __future__ import annotations
+
+import shutil
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+from dflash_bench.core.types import Answer
+from dflash_bench.report.tables import markdown
+from dflash_bench.results import pack, store
+from dflash_bench.results.recheck import Recheck
+from dflash_bench.results.run_info import read_info
+from dflash_bench.runner.setup import open_local
+from dflash_bench.submissions import accept as accepting
+from dflash_bench.submissions.accept import AcceptRequest, accept
+from helpers.forging import FORGERIES, Info, Rows, forge, other_token
+from studies._study import Made, Work, tell
+
+TAKES = "ten minutes of one core"
+PAGES = ("exactness/forgeries.md",)
+SHARES = (0.02, 0.05, 0.1, 0.25)
+HEAD = """# Forged runs
+
+```
+{command}
+```
+
+{machine}.
+
+A run of nano with DFlash and ngram on gsm8k (embedded), {prompts} prompts and {answers} answers, as it was measured and
+forged in {num} ways; `accept` recomputed all answers.
+
+{table}
+
+## Forged answers that the draw misses
+
+In each of {seeds} copies, another random share of answers has another token, the same by every method. `accept` draws
+{drawn} of {answers} answers, its least; `expected` is the share of draws without one of the forged answers.
+A token that changes the score is found by `scores`, too, which recomputes all.
+
+{missed}
+"""
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--limit", type=int, default=32, help="prompts")
+    parser.add_argument("--seeds", type=int, default=20, help="draws for each share")
+
+
+def make(work: Work, options: Namespace) -> Made:
+    words = ["--model", "nano", "--suite", "gsm8k", "--limit", options.limit, "--max-new-tokens", 48, "--threads", 1]
+    run = work.run("honest", *words, "--method", "dflash", "--method", "ngram")
+    rows, wrong = [], []
+    with _one_engine():
+        honest = _rechecked(run, work.folder, 1.0, 1)
+        rows.append(["nothing", "", _verdict(honest), _doubts(honest)])
+        for forgery in FORGERIES:
+            found = _forged(run, work.folder, forgery.rows, forgery.info, 1.0, 1)
+            state = next((one.state for one in found.findings if one.check == forgery.check), "not reached")
+            rows.append([forgery.name, forgery.check, _verdict(found), _doubts(found)])
+            wrong += [f"{forgery.name}: {forgery.check} is {state}"] if state != forgery.state else []
+            tell("  ".join(rows[-1]))
+        missed = [_missed(run, work.folder, share, options.seeds) for share in SHARES]
+    wrong += ["an honest run was refused"] if not honest.is_accepted else []
+    page = HEAD.format(
+        command=work.command,
+        machine=read_info(run).environment.one_line(),
+        prompts=options.limit,
+        answers=honest.num_answers,
+        num=len(FORGERIES),
+        table=markdown(["what is forged", "found by", "verdict", "doubtful"], rows, left=4),
+        seeds=options.seeds,
+        drawn=accepting.LEAST_DRAWN,
+        missed=markdown(["forged answers", "accepted", "expected"], missed, left=0),
+    )
+    return Made({PAGES[0]: page}, wrong)
+
+
+@contextmanager
+def _one_engine() -> Iterator[None]:
+    """Load nano once for all runs: what is loaded does not depend on what is forged."""
+    measure = accepting.Here.forwards
+    engines: dict[int, Any] = {}
+    measured: list[Any] = []
+
+    def opened(resolved: Any) -> Any:
+        if resolved.max_new_tokens not in engines:
+            engines[resolved.max_new_tokens] = open_local(resolved)
+        return engines[resolved.max_new_tokens]
+
+    def forwards(here: accepting.Here) -> Any:
+        if not measured:
+            measured.append(measure(here))
+        return measured[0]
+
+    with (
+        patch.object(accepting, "open_local", opened),
+        patch.object(accepting.Here, "forwards", forwards),
+        patch.object(pack, "read_run", lambda _: None),  # a forger packs what no reader would take
+    ):
+        yield
+
+
+def _rechecked(run: Path, folder: Path, share: float, seed: int) -> Recheck:
+    file, out = folder / "pack.zip", folder / "accepted"
+    shutil.rmtree(out, ignore_errors=True)
+    pack.write(run, file)
+    return accept(AcceptRequest(file, share=share, seed=seed), out, lambda _: None)
+
+
+def _forged(run: Path, folder: Path, rows: Rows, info: Info, share: float, seed: int) -> Recheck:
+    out = folder / "forged"
+    shutil.rmtree(out, ignore_errors=True)
+    return _rechecked(forge(run, out, rows, info), folder, share, seed)
+
+
+def _missed(run: Path, folder: Path, share: float, num_seeds: int) -> list[str]:
+    """Return the share of forged answers, how many draws accepted the run, and how many should."""
+    num_accepted, expected = 0, 0.0
+    for seed in range(num_seeds):
+        chosen: set[str] = set()
+
+        def change(rows: list[Answer], seed: int = seed, chosen: set[str] = chosen) -> Sequence[Answer]:
+            prompts = list(dict.fromkeys(row.prompt_id for row in rows))
+            chosen |= {*Random(seed).sample(prompts, max(1, round(share * len(prompts))))}
+            return [other_token(row) if row.prompt_id in chosen else row for row in rows]
+
+        found = _forged(run, folder, change, lambda _: None, 0.0, seed)
+        num_accepted += found.is_accepted
+        num_forged = len(chosen) * found.num_answers // max(1, _num_prompts(run))
+        expected += _chance(found.num_answers, num_forged, found.num_drawn)
+    return [f"{100 * share:.0f} %", f"{num_accepted} of {num_seeds}", f"{100 * expected / num_seeds:.0f} %"]
+
+
+@cache
+def _num_prompts(run: Path) -> int:
+    return len({answer.prompt_id for answer in store.load(run)[1]})
+
+
+def _chance(num: int, num_forged: int, drawn: int) -> float:
+    """Return the chance that a draw without replacement has no forged answer (hypergeometric)."""
+    from scipy.stats import hypergeom
+
+    return float(hypergeom.pmf(0, num, num_forged, drawn))
+
+
+def _verdict(record: Recheck) -> str:
+    return "accepted" if record.is_accepted else "refused"
+
+
+def _doubts(record: Recheck) -> str:
+    return ", ".join(one.check for one in record.of_state("doubtful"))
