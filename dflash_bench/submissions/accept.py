@@ -261,6 +261,11 @@ def _asked(request: AcceptRequest, info: RunInfo) -> tuple[RunRequest, bool]:
     is_served = bool(info.identity.servers)
     if is_served:
         options |= {"methods": (BASELINE,), "drafts": (), "block_size": None, "draft_steps": None, "over": ()}
+    # Files that the sender names are not read here: they are other files, if they are there at all.
+    if options.get("prompts") is not None and request.prompts is None:
+        raise UserError(f"{request.pack} is of its sender's own prompts: name your copy of them with --prompts")
+    if options.get("data") not in (None, "embedded", "hub") and request.data is None:
+        raise UserError(f"{request.pack} is of suites from a folder: name your copy with --data FOLDER, or --data hub")
     named = {"target": request.target, "data": request.data, "prompts": request.prompts}
     options |= {name: value for name, value in named.items() if value is not None}
     if request.target is not None:

@@ -78,7 +78,7 @@ def test_own_prompts_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "hello"}\n{"prompt": "What is 2 plus 3?"}\n')
     db.run(**{**USUAL, "suite": (), "limit": None}, prompts=prompts, out=tmp_path / "run")
-    prompts.rename(tmp_path / "elsewhere.jsonl")
-    with pytest.raises(db.UserError):
+    with pytest.raises(db.UserError, match="--prompts"):
         unchecked(tmp_path / "run")
+    prompts.rename(tmp_path / "elsewhere.jsonl")
     assert unchecked(tmp_path / "run", prompts=tmp_path / "elsewhere.jsonl") == {"scores"}
