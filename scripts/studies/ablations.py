@@ -26,7 +26,7 @@ from nano.corpus import tasks
 from nano.data import turns_of
 from studies._study import Made, Work, bench
 
-TAKES = "five hours of one core"
+TAKES = "two hours of a shared core for each seed"
 PAGES = ("drafts/ablations-nano-cpu.md",)
 ITEMS = ("table6", "table7", "table8", "table9", "table10", "table13")
 NANO = "nano"
@@ -79,7 +79,7 @@ holds if all of these are above 1, and fails if one is below 1.
 
 
 def options(parser: ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=int, default=2, help="trainings of each draft")
+    parser.add_argument("--seeds", type=int, default=1, help="trainings of each draft")
     parser.add_argument("--prompts", type=int, default=2000, help="most prompts to train on")
     parser.add_argument("--epochs", type=float, default=3, help="passes over the answers")
     parser.add_argument("--limit", type=int, default=32, help="prompts of each suite that are decoded")

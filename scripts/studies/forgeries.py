@@ -47,7 +47,7 @@ forged in {num} ways; `accept` recomputed all answers.
 
 In each of {seeds} copies, another random share of answers has another token, the same by every method. `accept` draws
 {drawn} of {answers} answers, its least; `expected` is the share of draws without one of the forged answers.
-A token that changes the score is found by `scores`, too, which recomputes all.
+The token is in the answer's middle, where no score sees it.
 
 {missed}
 """
@@ -69,9 +69,11 @@ def make(work: Work, options: Namespace) -> Made:
             found = _forged(run, work.folder, forgery.rows, forgery.info, 1.0, 1)
             state = next((one.state for one in found.findings if one.check == forgery.check), "not reached")
             rows.append([forgery.name, forgery.check, _verdict(found), _doubts(found)])
-            wrong += [f"{forgery.name}: {forgery.check} is {state}"] if state != forgery.state else []
+            # On a busy machine the honest run's own times are doubtful.
+            known = {forgery.state, *(["doubtful"] if forgery.check == "times" else [])}
+            wrong += [f"{forgery.name}: {forgery.check} is {state}"] if state not in known else []
             tell("  ".join(rows[-1]))
-        missed = [_missed(run, work.folder, share, options.seeds) for share in SHARES]
+        missed = [_missed(run, work.folder, share, options.seeds, honest.num_answers) for share in SHARES]
     wrong += ["an honest run was refused"] if not honest.is_accepted else []
     page = HEAD.format(
         command=work.command,
@@ -125,7 +127,7 @@ def _forged(run: Path, folder: Path, rows: Rows, info: Info, share: float, seed:
     return _rechecked(forge(run, out, rows, info), folder, share, seed)
 
 
-def _missed(run: Path, folder: Path, share: float, num_seeds: int) -> list[str]:
+def _missed(run: Path, folder: Path, share: float, num_seeds: int, num_answers: int) -> list[str]:
     """Return the share of forged answers, how many draws accepted the run, and how many should."""
     num_accepted, expected = 0, 0.0
     for seed in range(num_seeds):
@@ -138,8 +140,8 @@ def _missed(run: Path, folder: Path, share: float, num_seeds: int) -> list[str]:
 
         found = _forged(run, folder, change, lambda _: None, 0.0, seed)
         num_accepted += found.is_accepted
-        num_forged = len(chosen) * found.num_answers // max(1, _num_prompts(run))
-        expected += _chance(found.num_answers, num_forged, found.num_drawn)
+        num_forged = len(chosen) * num_answers // _num_prompts(run)
+        expected += _chance(num_answers, num_forged, min(num_answers, accepting.LEAST_DRAWN))
     return [f"{100 * share:.0f} %", f"{num_accepted} of {num_seeds}", f"{100 * expected / num_seeds:.0f} %"]
 
 

@@ -115,12 +115,17 @@ def said(own: Generation, tokens: list[int]) -> Generation:
 
 
 def other_token(row: Answer) -> Answer:
-    """The third-last token of every method's answer, with drafts that had it."""
-    own = row.generation
-    tokens = [*own.token_ids]
-    was, tokens[-3] = tokens[-3], FOREIGN
-    drafts = own.drafted_ids and tuple(FOREIGN if token == was else token for token in own.drafted_ids)
-    return replace(row, generation=replace(said(own, tokens), drafted_ids=drafts))
+    """The answer with another token in its middle, where no score sees it; a draft that had it has the other, too."""
+    own, index = row.generation, len(row.generation.token_ids) // 2
+    tokens, drafts = [*own.token_ids], [*(own.drafted_ids or ())]
+    tokens[index] = FOREIGN
+    at, before = 1, 0
+    for drafted, accepted, emitted in zip(own.drafted or (), own.accepted or (), own.emitted or (), strict=True):
+        if at <= index < at + min(accepted, emitted):
+            drafts[before + index - at] = FOREIGN
+        at, before = at + emitted, before + drafted
+    drafted_ids = None if own.drafted_ids is None else tuple(drafts)
+    return replace(row, generation=replace(said(own, tokens), drafted_ids=drafted_ids))
 
 
 def of_another_prompt(rows: list[Answer]) -> list[Answer]:
