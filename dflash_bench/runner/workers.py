@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, Protocol
 
 from dflash_bench.core.errors import UserError
@@ -221,9 +221,16 @@ def _waves(plan: WorkPlan, run: RunStore) -> Iterator[Job]:
 def _job(plan: WorkPlan, run: RunStore, items: Iterable[WorkItem]) -> Job:
     """Return a job without the prompts of others, and with the stored answers of its own prompts."""
     light = tuple(replace(item, loaded=replace(item.loaded, prompts=(), pool=(), order=())) for item in items)
-    own = {(item.suite, item.prompt.prompt_id) for item in light}
-    stored = {place: record for place, record in run.stored.items() if place[:2] in own}
+    stored = {key: run.stored[key] for key in _keys(plan, light) if key in run.stored}
     return Job(replace(plan, suites=(), paddings={}), light, stored)
+
+
+def _keys(plan: WorkPlan, items: Iterable[WorkItem]) -> Iterator[Key]:
+    """Yield the keys of all answers to the prompts of these items, under every settings and repeat."""
+    by_prompt = {(item.suite, item.prompt.prompt_id): item for item in items}
+    for item, repeat, settings in product(by_prompt.values(), range(plan.repeats), plan.settings):
+        own = replace(item, repeat=repeat, settings=settings)
+        yield from (own.key(method, turn) for method in own.methods for turn in range(len(own.prompt.turns)))
 
 
 @dataclass(slots=True)
