@@ -1,4 +1,4 @@
-"""Runs of others: the commands submit and accept."""
+"""Submitting runs, and verifying submitted ones: the commands submit and accept."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ def submit(
         Path | None, Option("-o", "--out", metavar="FILE", help="The pack. Default: the run's name and .zip.")
     ] = None,
 ) -> None:
-    """Pack a finished run into one file, for others to recheck.
+    """Pack a finished run into one file for others to verify.
 
-    Holds the answers, their times, the plan, the command and the description of the machine; no prompts, and no
-    weights.
+    The pack contains answers, times, plan, command and machine description, but no prompts or weights.
     """
     from dflash_bench.results import pack
 
@@ -34,7 +33,7 @@ def submit(
     path = out or Path(f"{folder.resolve().name}.zip")
     size = pack.write(folder, path)
     say(f"wrote {path}: {size / 1e6:.1f} MB, sha256 {pack.sha256_of(path)}")
-    note("it names the machine and the command, as 'dflash-bench report' shows them")
+    note("it contains the machine description and the command, as 'dflash-bench report' shows them")
 
 
 @app.command(cls=Command)
@@ -46,12 +45,10 @@ def accept(
     share: Annotated[
         float, Option(metavar="SHARE", min=0.0, max=1.0, help="Share of the answers to recompute, at least 20 answers.")
     ] = 0.05,
-    seed: Annotated[
-        int | None, Option(metavar="N", min=0, help="Seed of the draw, to repeat one. Default: a new one.")
-    ] = None,
-    by: Annotated[str | None, Option(metavar="NAME", help="Who recomputed it, for the site.")] = None,
+    seed: Annotated[int | None, Option(metavar="N", min=0, help="Seed of the sample. Default: random.")] = None,
+    by: Annotated[str | None, Option(metavar="NAME", help="Your name, shown on the site.")] = None,
     target: Annotated[
-        str | None, Option(metavar="PATH|ID", help="The target on this machine. Default: where the run had it.")
+        str | None, Option(metavar="PATH|ID", help="The target on this machine. Default: as in the run.")
     ] = None,
     draft: Annotated[
         list[str] | None, Option(metavar="METHOD=PATH|ID", help="A draft on this machine; may be repeated.")
@@ -66,10 +63,10 @@ def accept(
         bool, Option("--trust-remote-code", help="Let the target run code that comes with its weights.")
     ] = False,
 ) -> None:
-    """Recheck a stranger's run, and keep it if nothing refutes it.
+    """Verify a submitted run by recomputing a random sample of it.
 
-    All arithmetic, texts and scores are recomputed; of the answers a random part is judged and generated again. Exits
-    with 1 if anything is refuted. What cannot be recomputed is named, times first.
+    Recomputes all arithmetic, texts and scores, and judges and regenerates a random sample of the answers. Exits with
+    1 if a check is refuted. Lists what cannot be verified, such as times.
     """
     from dflash_bench.report import rechecks
     from dflash_bench.submissions.accept import AcceptRequest

@@ -1,4 +1,4 @@
-"""A recheck as text: what was recomputed of a stranger's run, and what cannot be told."""
+"""Text output of `accept`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def verdict(record: Recheck) -> str:
     if not record.is_accepted:
         return "refused: " + ", ".join(one.check for one in record.of_state("refuted"))
     drawn = (
-        f"accepted: nothing refutes it. {record.num_drawn} of {record.num_answers:,} answers were drawn, with seed "
-        f"{record.seed}. Were a tenth of all answers forged, {100 * 0.9**record.num_drawn:.0f} % of such draws would "
+        f"accepted: no check was refuted. {record.num_drawn} of {record.num_answers:,} answers were sampled, with seed "
+        f"{record.seed}. If 10 % of all answers were forged, {100 * 0.9**record.num_drawn:.0f} % of such samples would "
         "miss them."
     )
     doubts = record.of_state("doubtful")

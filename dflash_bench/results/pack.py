@@ -1,7 +1,7 @@
-"""A pack: a finished run in one file, to hand to others. It holds rows, plan and environment, and no prompts.
+"""A pack is a finished run in a single file for submission, with rows, plan and environment, but no prompts.
 
-A pack is a zip file with `pack.json`, which lists the SHA-256 of every other member. Nothing in it is trusted: names,
-sizes and hashes are checked before a reader sees the run.
+It is a zip file with `pack.json`, which lists the SHA-256 of every other member. Packs are untrusted: names, sizes and
+hashes are checked before the run is read.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from dflash_bench.results.table import read_run
 LIST = "pack.json"
 MEMBER = re.compile(r"run\.json|parts\.sha256|part-[0-9]+(-[0-9]+)?\.parquet")
 MOST_MEMBERS, MOST_BYTES = 10_000, 4 << 30
-"""Far more than a run has, so that a small file cannot fill the disk."""
+"""Limits far above any real run, against zip bombs."""
 _CHUNK = 1 << 20
 _OLDEST = (1980, 1, 1, 0, 0, 0)
-"""The date of every member, so that equal runs make equal packs."""
+"""A fixed timestamp, so that packs are reproducible."""
 
 
 def write(run: Path, out: Path) -> int:
@@ -57,7 +57,7 @@ def _sha256(path: Path) -> str:
 
 
 def sha256_of(pack: Path) -> str:
-    """Return the hash of a pack, by which others name it. Raises UserError if it cannot be read."""
+    """Return the hash that identifies a pack. Raises UserError if it cannot be read."""
     require_file(pack)
     try:
         return _sha256(pack)
@@ -66,7 +66,7 @@ def sha256_of(pack: Path) -> str:
 
 
 def unpack(pack: Path, into: Path) -> None:
-    """Write the run of a pack into the new folder `into`. Raises UserError for a file that is not a whole pack."""
+    """Extract the run to the new folder `into`. Raises UserError if the file is not a complete pack."""
     require_file(pack)
     try:
         with zipfile.ZipFile(pack) as archive, whole_folder(into) as folder:
@@ -80,7 +80,7 @@ def unpack(pack: Path, into: Path) -> None:
 
 
 def _listed(pack: Path, archive: zipfile.ZipFile) -> dict[str, str]:
-    """Return the hash of each member but the list. Raises UserError for members that no pack has."""
+    """Return the hashes of the members, by name. Raises UserError for unexpected members."""
     members = archive.infolist()
     names = [member.filename for member in members]
     if LIST not in names:
@@ -88,7 +88,7 @@ def _listed(pack: Path, archive: zipfile.ZipFile) -> dict[str, str]:
     if len(members) > MOST_MEMBERS or sum(member.file_size for member in members) > MOST_BYTES:
         raise UserError(f"{pack} would unpack to more than {MOST_BYTES >> 30} GiB or {MOST_MEMBERS:,} files")
     if odd := next((name for name in names if name != LIST and not MEMBER.fullmatch(name)), None):
-        raise UserError(f"{pack} has a member {odd!r}, which no pack has")
+        raise UserError(f"{pack} has an unexpected member {odd!r}")
     about: Any = files.parse_json(f"{pack}: {LIST}", archive.read(LIST).decode("utf-8", "replace"))
     listed = about.get("files") if isinstance(about, dict) else None
     if not isinstance(listed, dict) or not all(isinstance(one, str) for one in listed.values()):
@@ -100,7 +100,7 @@ def _listed(pack: Path, archive: zipfile.ZipFile) -> dict[str, str]:
 
 
 def _extract(pack: Path, archive: zipfile.ZipFile, name: str, expected: str, path: Path) -> None:
-    """Write a member to a file. Raises UserError if it is not the one that was packed."""
+    """Extract a member to a file. Raises UserError if its hash or size does not match."""
     found, size = sha256(), 0
     with archive.open(name) as member, path.open("wb") as file:
         while chunk := member.read(_CHUNK):

@@ -1,4 +1,4 @@
-"""The record of a recheck: what an acceptor recomputed of a stranger's run, and what cannot be told."""
+"""The record of a verification by `accept`: the result of each check, and how to repeat it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dflash_bench.results.run_info import SCHEMA, Count, StoredModel, parse, ref
 
 FILE = "recheck.json"
 State = Literal["confirmed", "refuted", "doubtful", "unchecked"]
-"""`doubtful`: nothing proves it wrong, and something speaks against it. `unchecked`: nothing here can tell."""
+"""`doubtful`: implausible, but not proven wrong. `unchecked`: cannot be verified on this machine."""
 
 
 class CheckedPart(StoredModel):
@@ -24,7 +24,7 @@ class CheckedPart(StoredModel):
     check: str
     state: State
     what: str
-    """What was compared, with its counts."""
+    """A description of the comparison, with counts."""
 
 
 class Recheck(StoredModel):
@@ -34,13 +34,13 @@ class Recheck(StoredModel):
     pack: str
     """The SHA-256 of the pack."""
     seed: Count
-    """The seed of the draw: with it, anybody draws the same answers."""
+    """The seed of the sample, with which anyone can draw the same answers."""
     num_drawn: Count
     num_answers: Count
     by: str | None
-    """Who recomputed it, as they call themselves."""
+    """The name given with --by."""
     machine: str
-    """The acceptor's machine."""
+    """The machine that recomputed the answers."""
     date: str
     version: str
     findings: list[CheckedPart]
@@ -58,7 +58,7 @@ def write(folder: Path, record: Recheck) -> None:
 
 
 def read(folder: Path) -> Recheck | None:
-    """Return the record beside a run; None if nobody rechecked it. Raises UserError if it is not as written."""
+    """Return a run's record; None if it was not verified. Raises UserError if the file is invalid."""
     path = folder / FILE
     if not path.exists():
         return None

@@ -66,7 +66,7 @@ class BegunPrompt:
 
 
 class PromptChooser:
-    """Chooses the prompts of a run with a time limit, one after another: until all are begun or the time is up.
+    """Chooses the next prompt of a run with a time limit, until all are started or the time is up.
 
     A prompt runs through all methods, settings and repeats, and is begun only if there is likely time for all of it; at
     least one prompt is measured. The suites of `plan` hold prompts in the order in which they were drawn. Several
@@ -82,7 +82,7 @@ class PromptChooser:
         self._next_order = run.next_order
 
     def begin(self) -> BegunPrompt | None:
-        """Return the next prompt; None if there is none, or no time for it. Prompts begun before a stop come first."""
+        """Return the next prompt; None if none is left or fits the time. Interrupted prompts come first."""
         if self._begun:
             return self._items(*self._begun.popleft())
         left_s = self._deadline - self.run.seconds() if any(spent.num for spent in self._suites) else math.inf
@@ -100,7 +100,7 @@ class PromptChooser:
         return BegunPrompt(spent, of_prompt(first))
 
     def end(self, prompt: BegunPrompt) -> None:
-        """Take account of a prompt whose answers are stored."""
+        """Record the results of a prompt whose answers are stored."""
         records = [self.run.stored[key] for item in prompt.items for key in _keys(item)]
         prompt.spent.seconds.append(_seconds(records, self._began))
         for cell in dict.fromkeys((record.method, record.settings) for record in records if record.method != BASELINE):

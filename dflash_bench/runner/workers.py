@@ -146,11 +146,11 @@ class Jobs(Protocol):
     """The jobs of a run, in the order in which they are begun."""
 
     def next(self) -> Job | None:
-        """Return the next job; None if there is none, or none before another has ended."""
+        """Return the next job; None if none is left, or if the next one must wait for others to finish."""
         ...
 
     def ended(self, job: Job) -> None:
-        """Take account of a job whose answers are stored."""
+        """Record that the answers of a job are stored."""
         ...
 
 
@@ -178,7 +178,7 @@ class PlannedJobs:
 
 
 class ChosenJobs:
-    """The prompts for which there is time."""
+    """The jobs of a run with a time limit."""
 
     def __init__(self, plan: WorkPlan, run: RunStore, chooser: PromptChooser) -> None:
         self.plan, self.run, self.chooser = plan, run, chooser
@@ -253,7 +253,7 @@ class _Driver:
     captures: dict[int, Mapping[str, float]] = field(default_factory=dict)
 
     def hand_out(self) -> bool:
-        """Give jobs to idle workers. Return whether anything is left to be done."""
+        """Assign jobs to idle workers. Return whether any work remains."""
         job: Job | None = None
         while self.idle:
             job = self.waiting.popleft() if self.waiting else self.jobs.next()

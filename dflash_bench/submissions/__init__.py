@@ -1,1 +1,1 @@
-"""Runs of strangers: recompute a random part of their answers, and tell what cannot be recomputed."""
+"""Verification of submitted runs: recompute a random sample of the answers, and list what cannot be recomputed."""

@@ -1,4 +1,4 @@
-"""Recheck a pack: read it, plan its run here, and recompute a random part of it on this machine."""
+"""Verify a submitted pack: plan the run again and recompute a random sample of its answers on this machine."""
 
 from __future__ import annotations
 
@@ -50,23 +50,23 @@ OF_THE_RUNNER = frozenset(
     workers ray_address
     """.split()
 )
-"""Options of where a run was measured, and how many answers at a time: an answer alone has the same tokens."""
+"""Options that do not decide the tokens: device, servers, concurrency. Answers are recomputed one at a time."""
 LEAST_DRAWN = 20
-"""Answers that are drawn at least: a twentieth of a short run would be one."""
+"""The minimum sample size: 5 % of a short run would be a single answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptRequest:
-    """How a pack is rechecked."""
+    """Options of `accept`."""
 
     pack: Path
     share: float = 0.05
-    """The share of answers that are drawn."""
+    """The share of answers to sample."""
     seed: int | None = None
-    """The seed of the draw; None: drawn now, so that no sender could know it."""
+    """The seed of the sample; None: a random one, which the submitter cannot predict."""
     by: str | None = None
     target: str | None = None
-    """Where the target is on this machine, if not where the sender had it."""
+    """The target on this machine; None: the reference in the submitted run."""
     drafts: tuple[str, ...] = ()
     data: str | None = None
     prompts: Path | None = None
@@ -74,13 +74,13 @@ class AcceptRequest:
 
 
 Tell = Callable[[str], object]
-"""Shows what is being done."""
+"""Reports progress."""
 
 
 def accept(request: AcceptRequest, out: Path, tell: Tell) -> Recheck:
-    """Recheck a pack; if nothing refutes it, write the run and the record into the new folder `out`.
+    """Verify a pack. Unless a check is refuted, write the run and the record to the new folder `out`.
 
-    Raises UserError for a file that is no pack, and if the target, a draft or prompts are not to be had here.
+    Raises UserError if the file is not a pack, or if the target, a draft or the prompts are not available here.
     """
     store.check_new(out)
     tell("reading the pack")
@@ -115,7 +115,7 @@ def accept(request: AcceptRequest, out: Path, tell: Tell) -> Recheck:
 
 
 def _read(run: Path) -> tuple[RunTable | None, CheckedPart]:
-    """Return the run, if it passes the checks of every reader, and what they say."""
+    """Load the run with the integrity checks of every reader; None if it fails them."""
     try:
         table = read_run(run)
     except UserError as error:
@@ -125,7 +125,7 @@ def _read(run: Path) -> tuple[RunTable | None, CheckedPart]:
 
 
 def _drawn(answers: Sequence[Answer], share: float, seed: str) -> list[Answer]:
-    """Draw a share of the answers that did not fail, and at least `LEAST_DRAWN`."""
+    """Sample a share of the answers that did not fail, at least `LEAST_DRAWN`."""
     good = sorted((one for one in answers if one.generation.error is None), key=lambda one: one.order)
     return Random(seed).sample(good, min(len(good), max(LEAST_DRAWN, ceil(share * len(good)))))
 
@@ -154,7 +154,7 @@ def _compared(
 
 
 def comparable(identity: Mapping[str, Any], is_served: bool) -> dict[str, Any]:
-    """Return an identity as if its answers had been decoded one at a time; of a server's, what its judge has too."""
+    """Normalise an identity for comparison: concurrency 1 and, for servers, only what the judge's target decides."""
     settings = [SettingsEntry.model_validate(one).to_settings() for one in identity["settings"]]
     found = {**identity, "settings": settings_to_json([*dict.fromkeys(map(_alone, settings))])}
     if is_served:
@@ -180,14 +180,14 @@ def _place(answer: Answer) -> Place:
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """The run as this machine plans it, with its models loaded."""
+    """The run as planned on this machine, with its models loaded."""
 
     resolved: RunPlan
     plan: WorkPlan
     backend: LocalBackend
     items: Mapping[tuple[str, str, int, str], WorkItem]
     is_served: bool
-    """Whether servers measured the run: then only the target is here, to judge."""
+    """Whether servers measured the run; only the target is then loaded, as the judge."""
 
     @classmethod
     def of(cls, request: AcceptRequest, info: RunInfo, tell: Tell) -> Here:
@@ -210,7 +210,7 @@ class Here:
         return self.items.get((answer.suite, answer.prompt_id, answer.repeat, _alone(answer.settings).id))
 
     def redone(self, stored: Answer, plain: Mapping[Place, Generation], tell: Tell, which: str) -> Redone:
-        """Judge a stored answer, and generate it again, alone. Later turns follow the stored plain answers."""
+        """Judge a stored answer and regenerate it at concurrency 1. Later turns continue stored plain answers."""
         item = self.item(stored)
         if item is None or stored.turn >= len(item.prompt.turns):
             return Redone(stored, None, is_judged=False)
@@ -226,7 +226,7 @@ class Here:
         return Redone(stored, again, is_judged=True, departure=departure)
 
     def texts(self, run: Path) -> CheckedPart:
-        """Decode the tokens of all answers, and compare their texts."""
+        """Decode the tokens of all answers, and compare the result with the stored texts."""
         decode = decoder_of(self.resolved.model.target, self.resolved.request.trust_remote_code)
         batches = [batch for part in parts.of(run) for batch in parts.read(part).to_batches()]
         if decode is None:
@@ -234,7 +234,7 @@ class Here:
         return checks.texts(sum(len(row_checks.other(one, decode)) for one in batches), sum(map(len, batches)))
 
     def scored(self, answers: Sequence[Answer]) -> Iterator[tuple[Answer, Score | None]]:
-        """Yield the answers that have a score or should have one, each with its score here."""
+        """Yield each scored answer with its recomputed score; None if it cannot be scored here."""
         known: dict[tuple[str, str, str], Score] = {}
         for answer in answers:
             item = self.item(answer)
@@ -256,16 +256,18 @@ class Here:
 
 
 def _asked(request: AcceptRequest, info: RunInfo) -> tuple[RunRequest, bool]:
-    """Return the request of the run as it is asked here, and whether servers measured it."""
+    """Rebuild the request from the stored options and the overrides; also return whether servers measured the run."""
     options = {name: value for name, value in info.options.to_json().items() if name not in OF_THE_RUNNER}
     is_served = bool(info.identity.servers)
     if is_served:
         options |= {"methods": (BASELINE,), "drafts": (), "block_size": None, "draft_steps": None, "over": ()}
-    # Files that the sender names are not read here: they are other files, if they are there at all.
+    # Never read paths chosen by the submitter: on this machine they are other files, if they exist.
     if options.get("prompts") is not None and request.prompts is None:
-        raise UserError(f"{request.pack} is of its sender's own prompts: name your copy of them with --prompts")
+        raise UserError(f"{request.pack} was measured on the submitter's own prompts: pass your copy with --prompts")
     if options.get("data") not in (None, "embedded", "hub") and request.data is None:
-        raise UserError(f"{request.pack} is of suites from a folder: name your copy with --data FOLDER, or --data hub")
+        raise UserError(
+            f"{request.pack} was measured on a local folder of suites: pass yours with --data FOLDER, or --data hub"
+        )
     named = {"target": request.target, "data": request.data, "prompts": request.prompts}
     options |= {name: value for name, value in named.items() if value is not None}
     if request.target is not None:
@@ -273,8 +275,10 @@ def _asked(request: AcceptRequest, info: RunInfo) -> tuple[RunRequest, bool]:
     if request.drafts:
         drafts = parse_drafts(options["drafts"]) | parse_drafts(request.drafts)
         options["drafts"] = tuple(f"{name}={path}" for name, path in drafts.items())
-    # Code from a checkpoint runs only if the acceptor says so, whatever the sender said.
+    # Remote code runs only if the user of `accept` allows it, whatever the submitted options say.
     asked = request_of(**{**options, "trust_remote_code": request.trust_remote_code, "date": info.identity.date})
     if is_served and not asked.has_target:
-        raise UserError(f"{request.pack} is of servers: name their target with --target, so that a judge can read it")
+        raise UserError(
+            f"{request.pack} was measured on servers: pass their target with --target, to judge the answers"
+        )
     return asked, is_served

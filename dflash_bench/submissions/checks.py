@@ -1,7 +1,7 @@
-"""What a stranger's run says, beside what this machine finds: one check, one finding.
+"""Comparison of a submitted run with what this machine recomputed, one finding per check.
 
-A check is confirmed or refuted where both can be compared, and unchecked where nothing here can tell. Times are never
-compared: how plausible they are is told. The functions are pure: `accept` measures, these compare.
+A check is confirmed or refuted if both sides can be compared, otherwise unchecked. Times cannot be recomputed; only
+their plausibility is assessed. The functions are pure: `accept` does the measuring.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from dflash_bench.results.table import RunTable
 from dflash_bench.tasks.scorers.base import Score
 
 OF_PLAN = ("suites", "max_new_tokens", "settings", "seed", "repeats")
-"""Parts of the identity that decide what is asked, and how it is decoded; beside the plan."""
+"""Identity fields that decide prompts and decoding, in addition to the plan."""
 OF_MODELS = ("target", "revisions", "dtype", "quantize", "stop_ids", "context_length", "methods", "drafts")
-"""Parts of the identity that decide which weights answer."""
+"""Identity fields that decide the weights."""
 OF_TARGET = ("revisions",)
-"""The same of a server's run, of which only the judge's target is here."""
+"""The same for runs on servers, where only the judge's target is loaded."""
 WHERE = ("source", "revision")
-"""Where prompts were read from; their hash says which they are."""
+"""The location of the prompts, which may differ: their hash identifies them."""
 MOST_NAMED = 3
 OFF = 2.0
-"""Two runs of one kind of machine may differ by this factor: other tenants, cooling, versions."""
+"""Tolerated factor between two machines of the same kind: load, cooling, versions."""
 CACHED_BYTES = 64 << 20
-"""Smaller weights may come from a processor's cache, whose bandwidth is not the memory's."""
+"""Smaller weights may be read from a processor's cache, which is faster than memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Redone:
-    """A drawn answer, and what this machine makes of it."""
+    """A sampled answer and its recomputation."""
 
     stored: Answer
     again: Generation | None
-    """The answer generated anew; None for a server's, which is not here."""
+    """The regenerated answer; None for runs on servers."""
     is_judged: bool
     """Whether the judge read the stored tokens."""
     departure: Divergence | None = None
@@ -63,13 +63,13 @@ class Redone:
 def same_plan(
     then: Mapping[str, Any], now: Mapping[str, Any], plan_then: Mapping[str, Any], plan_now: Mapping[str, Any]
 ) -> CheckedPart:
-    """Compare identities, and plans as stored in `run.json`, in what is asked: prompts, wordings and limits."""
+    """Compare prompts, wording, settings and limits, from the identities and the plans stored in `run.json`."""
     found = [*plans.differences(plan_then, plan_now), *_differences(then, now, OF_PLAN)]
     return _finding("plan", found, 1, "the same prompts, settings and limits here")
 
 
 def same_models(then: Mapping[str, Any], now: Mapping[str, Any], is_served: bool) -> CheckedPart:
-    """Compare identities in which weights answer."""
+    """Compare the weights named by the identities."""
     found = [*_differences(then, now, OF_TARGET if is_served else OF_MODELS)]
     return _finding("models", found, 1, "the same target here" if is_served else "the same target and drafts here")
 
@@ -80,7 +80,7 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any], keys: Sequence
 
 
 def _comparable(value: Any) -> Any:
-    """Return a part of an identity without where its prompts came from, and without what is not set."""
+    """Remove prompt locations and unset fields from a part of an identity."""
     if not isinstance(value, dict):
         return value
     kept = {key: _comparable(one) for key, one in value.items() if key not in WHERE}
@@ -88,7 +88,7 @@ def _comparable(value: Any) -> Any:
 
 
 def tokens(redone: Sequence[Redone]) -> CheckedPart:
-    """Hold the drawn answers' tokens to the judge, or where no single token is right, to the answers made anew."""
+    """Compare stored verdicts with the judge's; for sampled decoding, compare tokens with the regenerated answers."""
     wrong, told, silent = [], 0, 0
     for one in redone:
         stored = one.stored
@@ -104,22 +104,22 @@ def tokens(redone: Sequence[Redone]) -> CheckedPart:
             told += 1
         else:
             silent += 1
-    what = f"{told} of {len(redone)} drawn answers are what they are stored as"
+    what = f"{told} of {len(redone)} sampled answers match their stored verdicts"
     if silent:
-        what += f"; of {silent}, which the judge cannot read, other tokens came out here"
+        what += f"; {silent} that the judge cannot check came out differently here"
     return _finding("tokens", wrong, told, what)
 
 
 def counts(redone: Sequence[Redone], is_same_kind: bool) -> CheckedPart:
-    """Hold the rounds of drawn answers to the same answers drafted anew.
+    """Compare the rounds of sampled answers with those of the regenerated answers.
 
-    On the same kind of machine rounds are the same. Elsewhere rounding may choose another draft token now and then: up
-    to half of the answers may then differ, and the finding says by how much.
+    On the same kind of machine, rounds must be equal. On another kind, rounding can change a draft token: if at most
+    half of the answers differ, the result is doubtful rather than refuted.
     """
     here = [one for one in redone if one.has_same_tokens and one.stored.generation.accepted is not None]
     compared = [one for one in here if not is_by_chance(one.stored.method)]
     other = [one for one in compared if rounds_of(one.stored.generation) != rounds_of(one.again)]
-    what = f"{len(compared) - len(other)} of {len(compared)} drawn answers have the same rounds here"
+    what = f"{len(compared) - len(other)} of {len(compared)} sampled answers have the same rounds here"
     if len(redone) > len(compared):
         what += f"; {len(redone) - len(compared)} cannot be drafted again"
     if other and not is_same_kind and 2 * len(other) <= len(compared):
@@ -129,14 +129,14 @@ def counts(redone: Sequence[Redone], is_same_kind: bool) -> CheckedPart:
 
 
 def is_by_chance(label: str) -> bool:
-    """Return whether a method's rounds depend on what it measured, or on answers before this one."""
+    """Return whether a method's rounds depend on measured costs or on earlier answers."""
     method = methods.parse(label)
     values = [method.option(option.name) for option in method.kind.options]
     return "auto" in values or (method.name == "suffix" and method.option("earlier") == "yes")
 
 
 def rounds_of(generation: Generation | None) -> tuple[Any, ...]:
-    """Return what each round drafted, and how many tokens it accepted and added."""
+    """Return the drafted, accepted and emitted tokens of each round."""
     if generation is None:
         return ()
     return generation.drafted, generation.drafted_ids, generation.accepted, generation.emitted
@@ -153,7 +153,7 @@ def _per_round(generations: Sequence[Generation]) -> float:
 
 
 def scores(pairs: Sequence[tuple[Answer, Score | None]]) -> CheckedPart:
-    """Hold all scores to the scorer here; None for an answer that cannot be scored here."""
+    """Compare all stored scores with recomputed ones; None marks an answer that cannot be scored here."""
     told = [(answer, score) for answer, score in pairs if score is not None]
     wrong = [
         f"{answer.suite} {answer.prompt_id} {shown(answer.method)}: {_score(answer)} stored, {_score(score)} here"
@@ -172,22 +172,22 @@ def _score(one: Answer | Score) -> str:
 
 
 def texts(num_wrong: int, num_answers: int) -> CheckedPart:
-    """Hold all texts to their tokens."""
-    wrong = [f"{num_wrong} of {num_answers} texts are not what their tokens say"] if num_wrong else []
-    return _finding("texts", wrong, num_answers, f"{num_answers} texts are what their tokens say")
+    """Report texts that differ from their decoded tokens."""
+    wrong = [f"{num_wrong} of {num_answers} texts differ from their decoded tokens"] if num_wrong else []
+    return _finding("texts", wrong, num_answers, f"{num_answers} texts match their tokens")
 
 
 def times(table: RunTable, kind: str, here: ForwardTimes | None, here_kind: str) -> CheckedPart:
-    """Tell how plausible a run's times are.
+    """Assess the plausibility of a run's times.
 
-    They are doubtful if passes read faster than the machine's memory can, if they take another time than passes over
-    the same weights here, on the same kind of machine, or if plain decoding is slower than its own passes.
+    They are doubtful if forward passes exceed the memory bandwidth, if they differ from this machine's by more than
+    `OFF` although it is of the same kind, or if plain decoding is slower than its own forward passes.
     """
     info = table.info
     measured = info.forwards
     if measured is None or measured.least_s is None:
         return CheckedPart(
-            check="times", state="unchecked", what="the run measured no forward pass; no time can be told"
+            check="times", state="unchecked", what="the run measured no forward passes, so its times cannot be assessed"
         )
     rate = measured.size.weight_bytes / measured.least_s
     said = [f"not recomputed; its passes read {rate / 1e9:,.1f} GB/s of weights"]
@@ -197,12 +197,12 @@ def times(table: RunTable, kind: str, here: ForwardTimes | None, here_kind: str)
         beside = f"{ratio:.2f} times as fast as here, on the same kind of machine"
         (doubts if ratio > OFF or ratio < 1 / OFF else said).append(beside)
     else:
-        said.append(f"this machine ({here_kind}) is of another kind and cannot tell")
+        said.append(f"this machine ({here_kind}) is of another kind, so they cannot be compared")
     return CheckedPart(check="times", state="doubtful" if doubts else "unchecked", what="; ".join([*said, *doubts]))
 
 
 def _beyond(measured: ForwardTimes, rate: float, info: RunInfo) -> list[str]:
-    """Return which bandwidths the passes exceed: the one that the run measured, and the GPU maker's."""
+    """Return the bandwidth limits that the forward passes exceed: measured by the run, or published for the GPU."""
     if measured.size.weight_bytes < CACHED_BYTES:
         return []
     found = []
@@ -217,7 +217,7 @@ def _beyond(measured: ForwardTimes, rate: float, info: RunInfo) -> list[str]:
 
 
 def _slow_plain(table: RunTable) -> list[str]:
-    """Return that plain decoding is slower than its passes allow, which flatters every speed-up."""
+    """Report plain decoding that is slower than its forward passes, which inflates every speed-up."""
     rows = table.rows
     plain = rows[(rows["method"] == BASELINE) & rows["error"].isna()]
     pace = roofline.pace_of(table.info, plain) if len(plain) else None
@@ -227,7 +227,7 @@ def _slow_plain(table: RunTable) -> list[str]:
 
 
 def has_judge(answer: Answer) -> bool:
-    """Return whether a single token is right at each place of this answer, and its tokens are there."""
+    """Return whether the judge can check this answer: greedy, lossless, and with visible tokens."""
     return answer.settings.greedy and not is_lossy(answer.method) and not answer.generation.hides_tokens
 
 
