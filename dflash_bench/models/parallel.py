@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from dflash_bench.core.errors import UserError, first_line
 from dflash_bench.models.architecture import recurrent_layers
@@ -136,7 +138,15 @@ def start(size: int, source: object) -> Followers:
 
 def connect() -> None:
     """Join the process group defined by the environment."""
-    distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    store, rank, size = next(rendezvous("env://"))
+    # torchrun keeps its store when it restarts the processes, with the addresses of those that died.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        store=PrefixStore(restarts, store),
+        rank=rank,
+        world_size=size,
+    )
 
 
 def _alike() -> dict[str, str]:

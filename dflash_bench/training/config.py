@@ -302,7 +302,7 @@ class TrainRequest:
     )
     threads: int | None = _training("CPU threads.", metavar="N", minimum=1, check=check_threads)
     device: str | None = _training(
-        "cpu, cuda or cuda:N. Default: cuda if there is one; 'accelerate launch' uses several.", metavar="D"
+        "cpu, cuda or cuda:N. Default: cuda if there is one; torchrun uses several.", metavar="D"
     )
 
     def __post_init__(self) -> None:

@@ -1,7 +1,8 @@
 """Data-parallel training: one process per GPU, with its share of the work; all end with the same draft.
 
-`accelerate launch --multi_gpu -m dflash_bench.cli train ...` or torchrun starts the processes. Gradients are averaged
-after each step rather than by DistributedDataParallel, because a step's forward pass has several parts.
+`torchrun --nproc-per-node N -m dflash_bench.cli train ...`, or accelerate's launcher, starts the processes on one
+machine or several. Gradients are averaged after each step rather than by DistributedDataParallel, because a step's
+forward pass has several parts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import TypeVar
 import torch
 from torch import distributed, nn
 
-from dflash_bench.core.errors import UserError
+from dflash_bench.core.errors import UserError, first_line
+from dflash_bench.models import parallel
 
 Item = TypeVar("Item")
 
@@ -72,17 +74,33 @@ ALONE = ProcessGroup()
 def init_distributed(device: str) -> tuple[ProcessGroup, str]:
     """Return the group of processes that were started together, and this process's device.
 
-    Without a launcher this process is alone. Raises UserError for several processes if accelerate is not installed.
+    Without a launcher this process is alone. Raises UserError if the processes cannot be connected, or if this machine
+    has fewer GPUs than processes.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE, device
+    if device != "cpu":
+        device = _own_gpu(int(os.environ.get("LOCAL_RANK", "0")))
     try:
-        from accelerate import PartialState
-    except ImportError as error:
-        raise UserError("training in several processes needs accelerate: pip install accelerate") from error
-    state = PartialState(cpu=device == "cpu")
+        parallel.connect()
+    except (ValueError, RuntimeError) as error:
+        raise UserError(
+            f"the {os.environ['WORLD_SIZE']} processes of this training cannot be connected: {first_line(error)}; "
+            "start them with torchrun"
+        ) from error
     atexit.register(_leave)
-    return ProcessGroup(state.process_index, state.num_processes), str(state.device)
+    return ProcessGroup(distributed.get_rank(), distributed.get_world_size()), device
+
+
+def _own_gpu(local_rank: int) -> str:
+    """Return the GPU of the process with this number on its machine, and make it torch's default."""
+    if local_rank >= (num_gpus := torch.cuda.device_count()):
+        raise UserError(
+            f"process {local_rank} of this machine has no GPU: there are {num_gpus}; start as many processes as there "
+            "are GPUs, or give --device cpu"
+        )
+    torch.cuda.set_device(local_rank)
+    return f"cuda:{local_rank}"
 
 
 def _leave() -> None:

@@ -65,7 +65,7 @@ except Exception as error:
 
 STARTER = """
 import gc, json, os, runpy, sys
-import accelerate.state, matplotlib.pyplot, torch._dynamo, torch.distributed
+import matplotlib.pyplot, torch._dynamo, torch.distributed
 import transformers.generation, transformers.models.qwen3.modeling_qwen3
 import dflash_bench.cli, dflash_bench.report, dflash_bench.training.session
 
@@ -92,7 +92,7 @@ else: runpy.run_module("dflash_bench.cli", run_name="__main__")
 
 @pytest.fixture(scope="module")
 def launch() -> Iterator[Launch]:
-    """Start processes through the environment like accelerate and torchrun, forked from one that has loaded torch.
+    """Start processes through the environment like torchrun and accelerate, forked from one that has loaded torch.
 
     Each ends as any other, with its interpreter: threads that outlive that abort it.
     """
@@ -172,6 +172,50 @@ def test_a_draft_is_trained_by_two_processes(tmp_path: Path, launch: Launch) -> 
     assert [said.count("saved in") for _, said in ended] == [1, 0]
 
 
+TORCHRUN = "-m torch.distributed.run --nproc-per-node 2 --max-restarts 1".split()
+DIES_ONCE = """
+import os, runpy, sys
+from pathlib import Path
+from dflash_bench.training import trainer
+
+died, whole = Path(sys.argv.pop(1)), trainer._step
+
+def step(objective, made, index, number, path, group):
+    if number == 3 and not group.is_first and not died.exists():
+        died.touch()
+        os.kill(os.getpid(), 9)
+    return whole(objective, made, index, number, path, group)
+
+trainer._step = step
+runpy.run_module("dflash_bench.cli", run_name="__main__")
+"""
+
+
+@pytest.mark.in_full
+def test_torchrun_starts_a_training_again_whose_process_died(tmp_path: Path) -> None:
+    target = tiny.build(tmp_path / "model") / "target"
+    (tmp_path / "dies_once.py").write_text(DIES_ONCE)
+
+    def trained(name: str, *marker: str) -> bytes:
+        words = ["--target", str(target), "--out", str(tmp_path / name), "--rate", "0.02"]
+        words += "--written 12 --batch-size 8 --max-new-tokens 10 --block-size 4 --steps 6 --device cpu".split()
+        program = [str(tmp_path / "dies_once.py"), *marker] if marker else ["-m", "dflash_bench.cli"]
+        done = subprocess.run(
+            [sys.executable, *TORCHRUN, *program, "train", *words, "--threads", "1"],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return (tmp_path / name / "dflash" / "model.safetensors").read_bytes()
+
+    died = tmp_path / "died"
+    assert trained("killed", str(died)) == trained("whole")
+    assert died.exists()
+
+
 def test_shares_are_all_there_is_and_none_twice() -> None:
     items = list(range(11))
     shares = [ProcessGroup(rank, 3).share(items) for rank in range(3)]
@@ -196,8 +240,15 @@ def test_fewer_rows_than_processes_are_refused(tmp_path: Path) -> None:
         trainer.train(Objective(), Rows(), recipe, tmp_path / "x.pt", print, group=ProcessGroup(0, 4))  # type: ignore[arg-type]
 
 
-def test_without_accelerate_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "said"), [("cpu", "2 processes .* torchrun"), ("cuda", "has no GPU: there are 0; .* --device cpu")]
+)
+def test_processes_that_cannot_work_together_are_refused(
+    monkeypatch: pytest.MonkeyPatch, device: str, said: str
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(UserError, match="pip install accelerate"):
-        distributed.init_distributed("cpu")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UserError, match=said):
+        distributed.init_distributed(device)
