@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,12 +45,13 @@ from dflash_bench.servers import launch as servers_launch
 
 if TYPE_CHECKING:
     from dflash_bench.engine.backend import LocalBackend
+    from dflash_bench.runner.ray_workers import RayPool
 
 NO_LIMIT = "999999s"
 SHARES = (1.0, 0.75, 0.5, 0.25)
 """Draft lengths to try where the user sets none, as fractions of the method's default."""
 CUTS = ("0.5", "auto")
-NOT_RACED = ("over", "rate", "workers", "record", "headroom", "skip", "one_at_a_time", "every_answer")
+NOT_RACED = ("over", "rate", "record", "headroom", "skip", "one_at_a_time", "every_answer")
 """Options of a run that have no effect on a race; the command has no flags for them."""
 STATE = "race.json"
 """File in the folder of a recommendation: its request, and the seconds spent by the processes that worked on it."""
@@ -92,14 +93,15 @@ def _race(
     """Race the methods of a request under each of its loads, and decide."""
     budget_s = None if request.budget is None else budget.seconds(request.budget)
     asked, chosen, model = checked(request)
-    race_runs = RaceRuns(asked, tuple(chosen), model, out, SharedEngine(chosen), tell, progress)
-    sizes = race_runs.num_prompts()
-    if note := model_note(asked):
-        tell(f"note: {note}")
-        race_runs = replace(race_runs, request=replace(asked, model=asked.name))  # told once, and not in each round
     labels = tuple(method.label for method in chosen)
-    with _clock(out, request, budget_s) as clock:
-        races = [Race(load, labels) for load in _loads(asked)]
+    races = [Race(load, labels) for load in _loads(asked)]
+    with ExitStack() as stack:
+        race_runs = RaceRuns(asked, tuple(chosen), model, out, SharedEngine(chosen, stack), tell, progress)
+        sizes = race_runs.num_prompts()
+        if note := model_note(asked):
+            tell(f"note: {note}")
+            race_runs = replace(race_runs, request=replace(asked, model=asked.name))  # told once, not in each round
+        clock = stack.enter_context(_clock(out, request, budget_s))
         held = race_runs.hold(races, sizes, clock)
     made = tuple(decisions(races))
     best = [method for method in chosen if method.label in {one.choice for one in made if one.verdict == "faster"}]
@@ -110,7 +112,7 @@ def _race(
         context_fits[method.label] = race_runs.context_fit(method.label)
     return Recommended(
         _model_of(asked, held[0]),
-        held[0].info.environment.one_line(),
+        _machine(held[0]),
         made,
         out,
         tuple(Path(table.name) for table in held),
@@ -126,6 +128,14 @@ def _model_of(request: RunRequest, table: RunTable) -> str:
     """Return the model's name for people: for servers that run already, the name they report."""
     names = [entry.model for entry in table.info.identity.servers.values() if entry.model]
     return Path(names[0]).name if request.name == "server" and names else request.name
+
+
+def _machine(table: RunTable) -> str:
+    """Return the machine in a line, with the number of workers: those on one machine slow each other down."""
+    machine, workers = table.info.environment.one_line(), table.info.identity.workers
+    if workers is None:
+        return machine
+    return f"{machine}; {workers.number} workers, at most {workers.on_one_machine} on one machine"
 
 
 def _loads(request: RunRequest) -> list[Load]:
@@ -236,17 +246,24 @@ def _line(race: Race, name: str) -> str:
 
 
 class SharedEngine:
-    """The engine shared by several runs in this process; the first run opens it with the methods of all."""
+    """The engine shared by several runs, of this process or of workers; the first run opens it with all methods."""
 
-    def __init__(self, chosen: Sequence[Method]) -> None:
-        self.methods = tuple(chosen)
-        self.backend: LocalBackend | None = None
+    def __init__(self, chosen: Sequence[Method], stack: ExitStack) -> None:
+        self.methods, self.stack = tuple(chosen), stack
+        self.backend: LocalBackend | RayPool | None = None
 
-    def open(self, resolved: RunPlan, begins: Callable[[str], object]) -> LocalBackend:
+    def open(self, resolved: RunPlan, begins: Callable[[str], object]) -> LocalBackend | RayPool:
         if self.backend is None:
             everything = replace(resolved, methods=(methods.parse(BASELINE), *self.methods))
-            self.backend = open_local(everything, begins)
+            self.backend = self._opened(everything, begins)
         return self.backend.only([method.label for method in resolved.methods])
+
+    def _opened(self, everything: RunPlan, begins: Callable[[str], object]) -> LocalBackend | RayPool:
+        if everything.request.workers is None:
+            return open_local(everything, begins)
+        from dflash_bench.runner.ray_workers import opened_workers
+
+        return self.stack.enter_context(opened_workers(everything))
 
 
 @dataclass(frozen=True, slots=True)

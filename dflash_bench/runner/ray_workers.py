@@ -1,28 +1,21 @@
 """`--workers`: workers are Ray actors, on this machine or in an existing cluster.
 
-Ray is imported only here, and only when needed. Started here it listens on 127.0.0.1, shows no dashboard and sends no
-usage statistics. A worker has its processors or its GPU to itself, but workers on one machine share memory and caches:
-the run records how many did, and reports state it with every speed.
+A worker has its processors or its GPU to itself, but workers on one machine share memory and caches: the run records
+how many did, and reports state it with every speed.
 """
 
 from __future__ import annotations
 
-import logging
+import copy
 import os
-import re
-import secrets
-import signal
-import socket
-import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import count
 from typing import Any
 
-from dflash_bench.core import environment
+from dflash_bench.core import cluster, environment
 from dflash_bench.core.errors import UserError, first_line
 from dflash_bench.core.methods import Method
 from dflash_bench.core.terminal import status
@@ -36,25 +29,10 @@ from dflash_bench.runner.setup import captured_of, device_and_dtype, forwards_of
 from dflash_bench.runner.work import JudgeReport
 from dflash_bench.runner.workers import Job, JobDone, Ready, WorkerDied, WorkerPool, measure
 
-CONNECT_S = 5.0
 START_S = 600.0
 """Seconds within which a worker must have loaded the models, while no other worker measures."""
 ANSWER_S = 60.0
 """Seconds within which an idle worker must respond."""
-STORE_BYTES = 100 * 2**20
-"""Bytes of Ray's object store, for prompts and rows between driver and workers; weights never pass through it."""
-QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_USAGE_STATS_PROMPT_ENABLED": "0",
-    # Otherwise Ray warns that it keeps CUDA_VISIBLE_DEVICES where a worker requests no GPU.
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-}
-PRIVATE = {
-    # Without this Ray replaces 127.0.0.1 by the machine's network address, and listens there.
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # With a token in the environment Ray writes none into the user's home.
-    "RAY_AUTH_MODE": "token",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +52,7 @@ class RayWorker:
         """Load the models. Return the identity, which decides the worker's answers, and the machine."""
         import ray
 
-        self.backend = open_engine(order.model, order.methods, order.request, order.max_new_tokens)
+        self.whole = self.backend = open_engine(order.model, order.methods, order.request, order.max_new_tokens)
         self.backend.chat_judge.read()
         self.warm: dict[str, WarmUp] = {}
         return {
@@ -83,6 +61,11 @@ class RayWorker:
             "environment": environment.describe(),
             "node": environment.boot_id() or ray.get_runtime_context().get_node_id(),
         }
+
+    def limit_to(self, labels: Sequence[str]) -> dict[str, Any]:
+        """Keep some of the loaded methods for the next run. Return the identity, as if opened for these alone."""
+        self.backend, self.warm = self.whole.only(labels), {}
+        return dict(self.backend.describe())
 
     def measure(self, job: Job) -> tuple[list[Answer], float, dict[str, float | int]]:
         return *measure(job, self.backend, self.warm), captured_of(self.backend)
@@ -111,12 +94,28 @@ class RayPool(WorkerPool):
         self._abouts: dict[int, dict[str, Any]] = {}
         self._nodes: list[str] = []
         self._events: deque[Ready | WorkerDied] = deque()
-        self.num_at_first = 0
+        self._at_first: list[int] = []
+        """The workers that were ready when the run began."""
+        self._limited: tuple[Sequence[str], dict[str, Any]] | None = None
+        """The methods of the run and its identity, if more methods are loaded."""
+
+    def only(self, labels: Sequence[str]) -> RayPool:
+        """Return the same workers for another run, with some of the methods. Lost workers are left out."""
+        identities = self._asked_of_all("limit_to", labels)
+        if not identities:
+            raise UserError("no worker is left; what they measured is saved: the same command continues")
+        pool = copy.copy(self)
+        pool._at_first = sorted(identities)
+        pool._limited = labels, identities[pool._at_first[0]]
+        pool._events = deque(Ready(worker, self._entry(worker)) for worker in pool._at_first)
+        return pool
 
     def start(self) -> None:
         worker, actor = next(self._numbers), self._kind.remote()
         self._actors[worker] = actor
         self._pending[actor.load.remote(self.order)] = worker
+        if self._limited is not None:
+            actor.limit_to.remote(self._limited[0])
 
     def give(self, worker: int, job: Job) -> None:
         self._pending[self._actors[worker].measure.remote(job)] = worker
@@ -158,6 +157,16 @@ class RayPool(WorkerPool):
             pass
         raise UserError("a worker was lost before it measured anything; start the run again")
 
+    def _asked_of_all(self, call: str, *values: Any) -> dict[int, Any]:
+        """Return the results of a call by worker, without those that are lost, still load or do not respond in time."""
+        actors = {worker: actor for worker, actor in self._actors.items() if worker in self._abouts}
+        refs = {getattr(actor, call).remote(*values): worker for worker, actor in actors.items()}
+        found = {}
+        for ref in self.ray.wait([*refs], num_returns=len(refs), timeout=ANSWER_S)[0] if refs else ():
+            with suppress(*self._lost):
+                found[refs[ref]] = self._value(ref)
+        return found
+
     def _value(self, ref: Any) -> Any:
         """Return a result. A worker's UserError is raised as it is, any other error with its traceback."""
         try:
@@ -176,11 +185,13 @@ class RayPool(WorkerPool):
         other = "; ".join(differences(_alike(self._first["identity"]), _alike(about["identity"])))
         if other:
             raise UserError(f"worker {worker} computes differently from the first: {other}; use machines of one kind")
-        return {name: about[name] for name in ("machine", "environment")}
+        return self._entry(worker)
+
+    def _entry(self, worker: int) -> dict[str, Any]:
+        return {name: self._abouts[worker][name] for name in ("machine", "environment")}
 
     def wait_for_all(self, num_workers: int) -> None:
         """Start workers. Raises UserError if a worker cannot load the models."""
-        self.num_at_first = num_workers
         for _ in range(num_workers):
             self.start()
         with status() as tell:
@@ -191,6 +202,7 @@ class RayPool(WorkerPool):
                     why = event.why if isinstance(event, WorkerDied) else "it never started"
                     raise UserError(f"a worker could not load the models: {why}; lower --workers if memory is short")
                 self._events.append(event)
+        self._at_first = list(range(num_workers))
         self.environment = self._first["environment"]
         self.forwards = self._asked("forwards")
 
@@ -199,11 +211,7 @@ class RayPool(WorkerPool):
 
         Raises UserError if no worker reports in time.
         """
-        refs = [actor.judge_report.remote() for worker, actor in self._actors.items() if worker in self._abouts]
-        reports = []
-        for ref in self.ray.wait(refs, num_returns=len(refs), timeout=ANSWER_S)[0] if refs else ():
-            with suppress(*self._lost):
-                reports.append(self._value(ref))
+        reports = list(self._asked_of_all("judge_report").values())
         if not reports:
             raise UserError(
                 "no worker is left to report on its judge; what they measured is saved: go on with --resume"
@@ -223,16 +231,17 @@ class RayPool(WorkerPool):
 
     def describe(self) -> Mapping[str, Any]:
         """Return the identity shared by all workers, and their number when the run began."""
-        abouts = [self._abouts[worker] for worker in range(self.num_at_first)]
+        abouts = [self._abouts[worker] for worker in self._at_first]
         workers = {
-            "number": self.num_at_first,
+            "number": len(abouts),
             "on_one_machine": max(Counter(about["machine"] for about in abouts).values()),
             "kinds": sorted({environment.kind(about["environment"]) for about in abouts}),
         }
         shared = [
             judge for about in abouts if (judge := about["identity"].get("judge", {})).get("weights") == SHARED_WEIGHTS
         ]
-        return {**self._first["identity"], **({"judge": shared[0]} if shared else {}), "workers": workers}
+        own = self._first["identity"] if self._limited is None else self._limited[1]
+        return {**own, **({"judge": shared[0]} if shared else {}), "workers": workers}
 
     def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None:
         self._asked("check_chats", chats, settings)
@@ -243,18 +252,18 @@ def opened_workers(resolved: RunPlan) -> Iterator[RayPool]:
     """Open workers with loaded models for a `with`. Raises UserError if Ray or memory is missing."""
     import torch
 
-    require_ray()
+    cluster.require_ray("--workers")
     request = resolved.request
     assert request.workers is not None
     if request.ray_address is not None:
-        refuse_silent(request.ray_address)
+        cluster.refuse_silent(request.ray_address)
     elsewhere = request.ray_address is not None
     device, _ = device_and_dtype(request, 1 if elsewhere else torch.cuda.device_count())
     threads = (request.threads or 1) if device == "cpu" else 1
     resources = {"num_cpus": threads, "num_gpus": 0 if device == "cpu" else 1}
     if not elsewhere:
         refuse_too_many(request.workers, threads, device, torch.cuda.device_count())
-    ray = _started(request.ray_address, request.workers * threads)
+    ray = cluster.connect(request.ray_address, request.workers * threads)
     try:
         if elsewhere:
             _refuse_small_cluster(ray.cluster_resources(), request.workers, resources)
@@ -264,11 +273,6 @@ def opened_workers(resolved: RunPlan) -> Iterator[RayPool]:
         yield pool
     finally:
         ray.shutdown()
-
-
-def require_ray() -> None:
-    if find_spec("ray") is None:
-        raise UserError("--workers needs the package ray: pip install 'dflash-bench[ray]'")
 
 
 def refuse_too_many(workers: int, threads: int, device: str, num_gpus: int) -> None:
@@ -291,17 +295,6 @@ def num_processors() -> int:
     return environment.num_usable_cores() or os.cpu_count() or 1
 
 
-def refuse_silent(address: str) -> None:
-    """Raise UserError for an invalid address, and if nothing answers there: Ray would retry for minutes."""
-    match = re.fullmatch(r"([^:/\s]+):([0-9]{1,5})", address)
-    if match is None:
-        raise UserError(f"--ray-address takes HOST:PORT, such as 10.0.0.1:6379, not {address[:60]}")
-    try:
-        socket.create_connection((match[1], int(match[2])), timeout=CONNECT_S).close()
-    except (OSError, OverflowError) as error:
-        raise UserError(f"nothing answers at --ray-address {address}: {error}; see 'ray start --head'") from error
-
-
 def _refuse_small_cluster(resources: Mapping[str, float], workers: int, each: Mapping[str, int]) -> None:
     for name, needed in (("CPU", each["num_cpus"]), ("GPU", each["num_gpus"])):
         if workers * needed > resources.get(name, 0):
@@ -309,48 +302,6 @@ def _refuse_small_cluster(resources: Mapping[str, float], workers: int, each: Ma
                 f"--workers {workers} need {workers * needed} {name}s, and the cluster has {resources.get(name, 0):g}; "
                 "lower --workers"
             )
-
-
-def _started(address: str | None, num_cpus: int) -> Any:
-    """Connect Ray to the given cluster, or start one on this machine."""
-    os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
-    if address is None:
-        os.environ.update(PRIVATE | {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
-    import ray
-
-    usual = {"log_to_driver": False, "logging_level": logging.ERROR}
-    with status() as tell, _sigterm_kept():
-        if address is None:
-            tell("starting Ray on this machine")
-            ray.init(
-                address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=STORE_BYTES, **usual
-            )
-            return ray
-        tell(f"connecting to Ray at {address}")
-        try:
-            ray.init(address=address, **usual)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            remedy = "if that cluster asks for a token, set RAY_AUTH_MODE=token"
-            raise UserError(f"--ray-address {address}: {first_line(error)[:200]}; {remedy}") from error
-    return ray
-
-
-@contextmanager
-def _sigterm_kept() -> Iterator[None]:
-    """Restore the SIGTERM handler that `ray.init` replaces: Ray's would end this process with status 1."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.getsignal(signal.SIGTERM)
-    ended = False
-    try:
-        yield
-    except SystemExit:  # Ray's handler, once it has ended its processes
-        ended = True
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-    if ended:
-        signal.raise_signal(signal.SIGTERM)
 
 
 def _alike(identity: Mapping[str, Any]) -> dict[str, Any]:

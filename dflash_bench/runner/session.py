@@ -11,7 +11,7 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dflash_bench.core import environment
+from dflash_bench.core import cluster, environment
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.measurement import entries
 from dflash_bench.core.methods import PLAIN
@@ -229,8 +229,8 @@ class Caller:
     words: str | None = None
     """The command to record; None: the command line."""
     stages: Stages | None = None
-    opens: Callable[[RunPlan, Callable[[str], object]], Backend] | None = None
-    """Opens the engine of this process in place of `open_local`, for callers that share it between runs."""
+    opens: Callable[[RunPlan, Callable[[str], object]], Backend | WorkerPool] | None = None
+    """Opens the engine, here or of workers, for callers that share it between runs."""
 
     def begins(self, doing: str) -> None:
         """Show a stage before the first answer."""
@@ -255,9 +255,7 @@ def _perform(request: RunRequest, folder: Path, resume: bool, caller: Caller) ->
     caller.begins("reading prompts")
     request, methods, model = methods_and_model(request)
     if request.workers is not None:
-        from dflash_bench.runner.ray_workers import require_ray
-
-        require_ray()
+        cluster.require_ray("--workers")
     # Schedulers run the same command for the first attempt and for every retry.
     resume = resume and (request.shard is None or (folder / FILE).exists())
     # Check before anything slow, such as downloads and loading.
@@ -302,6 +300,8 @@ def _opened(resolved: RunPlan, stack: ExitStack, caller: Caller) -> tuple[RunPla
     """Open the backend after all checks that need no weights; the stack closes servers and workers."""
     if resolved.request.workers is not None:
         resolved = check_fits(resolved)
+        if caller.opens is not None:
+            return resolved, caller.opens(resolved, caller.begins)
         from dflash_bench.runner.ray_workers import opened_workers
 
         return resolved, stack.enter_context(opened_workers(resolved))

@@ -255,7 +255,7 @@ def test_a_run_with_workers_holds_the_rows_of_one_without(
         return as_opened(pools[-1])
 
     monkeypatch.setattr("dflash_bench.runner.ray_workers.opened_workers", opened_workers)
-    monkeypatch.setattr("dflash_bench.runner.ray_workers.require_ray", lambda: None)
+    monkeypatch.setattr("dflash_bench.core.cluster.require_ray", lambda flag: None)
     status, _, err = main(*words, "--workers", "2", "--out", "both")
     assert status == 0, err
     assert rows_of(tmp_path / "both") == rows_of(tmp_path / "alone")
@@ -288,7 +288,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_workers_cannot_do_is_refused(main: Main, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dflash_bench.runner.ray_workers.require_ray", lambda: None)
+    monkeypatch.setattr("dflash_bench.core.cluster.require_ray", lambda flag: None)
     assert_refused(main("run", "--suite", "gsm8k", *words.split()), *REFUSED[words].split())
 
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from dflash_bench.core import environment
+from dflash_bench.core import cluster, environment
 from dflash_bench.core.errors import UserError
 from dflash_bench.results import parts, store
 from dflash_bench.runner import ray_workers
 from dflash_bench.runner.work import JudgeReport
+from dflash_bench.runner.workers import Ready
 from helpers import processes, tiny
 from helpers.each import each
 from helpers.work import WORDS, rows_of
@@ -30,9 +31,9 @@ NEEDS_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip 
 
 
 def test_without_ray_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_workers, "find_spec", lambda _: None)
+    monkeypatch.setattr(cluster, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"^--workers .*pip install 'dflash-bench\[ray\]'$"):
-        ray_workers.require_ray()
+        cluster.require_ray("--workers")
 
 
 @each(
@@ -67,32 +68,40 @@ LATE = object()
 """In place of the answer of an actor that never answers."""
 
 
+class Ref:
+    """In place of Ray's reference to an answer."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 def pool_of(*abouts: dict[str, Any], said: Sequence[Any] = ()) -> ray_workers.RayPool:
     """Workers that say these things, or raise them."""
     pool = object.__new__(ray_workers.RayPool)
-    pool._abouts, pool.num_at_first, pool._nodes = dict(enumerate(abouts)), len(abouts), ["a"]
+    pool._abouts, pool._at_first, pool._nodes = dict(enumerate(abouts)), [*range(len(abouts))], ["a"]
+    pool._limited = None
     lost = dict.fromkeys(("RayActorError", "WorkerCrashedError", "NodeDiedError", "OutOfMemoryError"), LostError)
     errors = SimpleNamespace(RayTaskError=RuntimeError, **lost)
 
-    def get(value: Any) -> Any:
-        if isinstance(value, Exception):
-            raise value
-        return value
+    def get(ref: Ref) -> Any:
+        if isinstance(ref.value, Exception):
+            raise ref.value
+        return ref.value
 
-    def wait(refs: Sequence[Any], num_returns: int = 1, timeout: float | None = None) -> tuple[list[Any], list[Any]]:
+    def wait(refs: Sequence[Ref], num_returns: int = 1, timeout: float | None = None) -> tuple[list[Ref], list[Ref]]:
         assert timeout is not None, "it would wait for ever"
-        return [ref for ref in refs if ref is not LATE][:num_returns], []
+        return [ref for ref in refs if ref.value is not LATE][:num_returns], []
 
     pool.ray = SimpleNamespace(get=get, wait=wait, exceptions=errors)
     pool._actors = {
-        number: SimpleNamespace(**{call: SimpleNamespace(remote=lambda *_, one=one: one) for call in CALLS})
+        number: SimpleNamespace(**{call: SimpleNamespace(remote=lambda *_, one=one: Ref(one)) for call in CALLS})
         for number, one in enumerate(said)
     }
     pool._pending = {}
     return pool
 
 
-CALLS = ("judge_report", "forwards", "check_chats")
+CALLS = ("judge_report", "forwards", "check_chats", "limit_to")
 
 
 def test_one_judge_with_shared_weights_is_enough_for_the_run_to_say_so() -> None:
@@ -125,12 +134,24 @@ def test_a_worker_that_is_lost_or_never_came_is_not_waited_for(lost: Any) -> Non
         pool_of(known, said=[lost])._asked("forwards")
 
 
+def test_another_run_begins_with_the_workers_that_are_left() -> None:
+    known, few = of_worker("separate", methods={"ar": {}, "dflash": {}}), {"dtype": "float32", "methods": {"ar": {}}}
+    pool = pool_of(known, known, said=[LostError("its node died"), few])
+    limited = pool.only(["ar"])
+    assert limited.describe()["methods"] == {"ar": {}} and limited.describe()["workers"]["number"] == 1
+    ready = limited.wait()
+    assert isinstance(ready, Ready) and ready.worker == 1 and ready.about["environment"] == MACHINE
+    assert pool.describe()["methods"] == {"ar": {}, "dflash": {}}
+    with pytest.raises(UserError, match="no worker is left"):
+        pool_of(known, said=[LATE]).only(["ar"])
+
+
 def test_workers_that_never_come_end_the_wait() -> None:
     pool = pool_of(of_worker("separate"), said=[JudgeReport()])
-    pool._pending = {LATE: 1}
+    pool._pending = {Ref(LATE): 1}
     assert pool._next() is None
     # While another one measures there is no limit: an answer takes as long as it takes.
-    pool._pending = {LATE: 1, "a job": 0}
+    pool._pending = {Ref(LATE): 1, Ref("a job"): 0}
     with pytest.raises(AssertionError, match="for ever"):
         pool._next()
 
@@ -182,6 +203,24 @@ def test_two_workers_give_the_rows_of_one_process(tmp_path: Path, monkeypatch: p
 
 
 @NEEDS_RAY
+def test_a_race_opens_its_workers_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny.build(tmp_path / "model")
+    words = (
+        "recommend --suite gsm8k --limit 8 --concurrency 1,2 --method dflash --max-new-tokens 8 --model model".split()
+    )
+    status, err = command(*words, "--workers", "1", "--out", "race")
+    assert status == 0, err
+    rounds = sorted(path.parent for path in (tmp_path / "race").glob("*/run.json"))
+    infos = [store.load(folder)[0] for folder in rounds]
+    assert [path.name for path in rounds] == ["c1-1", "c2-1"] and err.count("starting Ray") == 1
+    for info in infos:
+        assert info.state == "complete" and info.identity.workers is not None and info.identity.workers.number == 1
+        assert list(info.identity.methods) == list(info.plan.methods if info.plan else ())
+        assert [worker.machine for worker in info.workers] == [0]
+
+
+@NEEDS_RAY
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_run_with_workers_that_a_signal_ends_says_how_to_go_on(
     number: signal.Signals, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -215,10 +254,10 @@ def test_what_a_worker_refuses_is_said_in_one_line(tmp_path: Path, monkeypatch: 
 def test_a_cluster_that_does_not_answer_is_named(address: str) -> None:
     """Ray itself would go on trying for minutes."""
     with pytest.raises(UserError, match=f"^nothing answers at --ray-address {address}: "):
-        ray_workers.refuse_silent(address)
+        cluster.refuse_silent(address)
 
 
 @each("address", ["auto", "127.0.0.1", "ray://127.0.0.1:10001", "a:b:1", "127.0.0.1:123456"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(UserError, match=r"^--ray-address .*HOST:PORT"):
-        ray_workers.refuse_silent(address)
+        cluster.refuse_silent(address)
