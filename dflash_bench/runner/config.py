@@ -309,7 +309,7 @@ class ServerOptions:
     )
     clients: int = _servers(
         "Client processes that send the requests of --concurrency or --rate. A single process can time a few thousand "
-        "chunks per second.",
+        "chunks per second. With --ray-address they are spread over the machines of that cluster.",
         default=1,
         metavar="N",
         minimum=1,
@@ -638,23 +638,23 @@ class MachineOptions:
                 "{flag} take a GPU each: give --device cuda, not {options.device}",
             ),
         ),
-        in_race=False,
     )
     """The number of worker processes; None: measure in this process."""
     ray_address: str | None = _machine(
-        "A Ray cluster to run the workers in, whose machines have dflash-bench and the models' files in the same "
-        "places as this one. Default: Ray is started here, and listens on 127.0.0.1 only.",
+        "A Ray cluster to run the workers or --clients in, whose machines have dflash-bench and the models' files in "
+        "the same places as this one. Default: Ray is started here for workers, and listens on 127.0.0.1 only.",
         metavar="HOST:PORT",
         needs=(
-            condition(lambda options: options.workers is not None, "without --workers"),
+            condition(
+                lambda options: options.workers is not None or options.clients > 1, "without --workers or --clients"
+            ),
             Condition(
-                lambda options: options.device is not None,
+                lambda options: options.device is not None or options.workers is None,
                 "{flag} needs --device cpu or cuda: this machine does not show what the cluster has",
             ),
         ),
-        in_race=False,
     )
-    """The address of the cluster that workers run in; None: on this machine."""
+    """The address of the cluster that workers or clients run in; None: on this machine."""
 
 
 if TYPE_CHECKING:

@@ -64,6 +64,7 @@ def open_servers(resolved: RunPlan, addresses: Sequence[Address]) -> ServerBacke
         dialect=request.dialect,
         model=request.served_model,
         num_clients=request.clients,
+        ray_address=request.ray_address,
     )
     backend.asks_to_think = request.thinking is not None
     for one in resolved.instruments.values():

@@ -52,6 +52,15 @@ class Access:
         return hidden(text, self.others if self.api_key is None else (self.api_key, *self.others))
 
 
+def is_loopback(url: str) -> bool:
+    """Return whether an address leads to the machine that uses it."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def key_of(text: str, where: str) -> Secret:
     """Return the key. Raises UserError, which does not quote it, for an invalid key."""
     if not KEY.fullmatch(text):

@@ -65,10 +65,12 @@ class ServerBackend:
         model: str | None = None,
         clock: Callable[[], float] = time.perf_counter,
         num_clients: int = 1,
+        ray_address: str | None = None,
     ) -> None:
         """Connect to all servers. Raises UserError for a server that cannot be measured.
 
-        `num_clients` processes send the requests of loads; with 1, this process does.
+        `num_clients` processes, here or in the Ray cluster at `ray_address`, send the requests of loads; with 1, this
+        process does.
         """
         self.max_new_tokens, self.seed, self.clock = max_new_tokens, seed, clock
         self.local: LocalTarget | None = None
@@ -85,7 +87,7 @@ class ServerBackend:
         self._runner = asyncio.Runner()
         self.lags: dict[tuple[str, Settings], float] = {}
         """The lag under load in seconds, by method and settings; see `LagWatch`."""
-        self.crowd = None if num_clients == 1 else Crowd(num_clients, clock)
+        self.crowd = None if num_clients == 1 else Crowd(num_clients, clock, ray_address)
         self.servers: dict[str, Server] = {}
         try:
             wanted = connect.dialect_named(dialect)
@@ -256,7 +258,7 @@ class ServerBackend:
         watch = LagWatch(self.clock)
         watch.begin()
         if self.crowd is not None:
-            await self.crowd.begin()
+            await self.crowd.begin(server)
         try:
             if settings.rate is None:
                 answers = await closed_loop(server, sent, asked, settings.concurrency)

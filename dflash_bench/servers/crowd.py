@@ -1,8 +1,8 @@
 """Client processes that send the requests of a load; this process schedules them.
 
 A single process can time a few thousand chunks per second; beyond that, its own delays add to every measured time. Each
-client has its own connections, and its times are converted to the clock of this process. Clients are connected by their
-standard streams only, so they exit with this process, however it ends.
+client has its own connections, and its times are converted to the clock of this process. Clients here are connected by
+their standard streams only, so they exit with this process, however it ends; those of a Ray cluster are its actors.
 """
 
 from __future__ import annotations
@@ -14,29 +14,33 @@ import pickle
 import struct
 import sys
 import time
+from abc import ABC, abstractmethod
 from asyncio.subprocess import Process
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, BinaryIO
 
+from dflash_bench.core import cluster, environment
 from dflash_bench.core.dialects import DIALECTS, ServerInfo, ServerRequest
-from dflash_bench.core.errors import UserError
+from dflash_bench.core.errors import UserError, first_line
 from dflash_bench.core.methods import Method
 from dflash_bench.core.types import Generation
-from dflash_bench.servers.address import Access
+from dflash_bench.servers.address import Access, is_loopback
 from dflash_bench.servers.client import Client
 from dflash_bench.servers.connect import Server
 from dflash_bench.servers.requests import Clock, LagWatch, ask
 
+START_TIMEOUT_S = 60.0
+MOST_AT_ONCE = 10_000
+"""The most calls that a client carries out at the same time."""
 NUM_PINGS = 8
 """Exchanges per comparison of clocks, of which the fastest counts."""
-START_TIMEOUT_S = 60.0
 LENGTH = struct.Struct("!Q")
 CODE = "from dflash_bench.servers.crowd import main; main()"
 
-# The protocol: pickled objects, each preceded by its length.
+# The client, in a process of its own.
 
 
 class Call(enum.Enum):
@@ -48,6 +52,8 @@ class Call(enum.Enum):
     """Start measuring its lag (`LagWatch`)."""
     END = enum.auto()
     """Stop, and return the lag in seconds."""
+    MACHINE = enum.auto()
+    """Return the boot id of its machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,39 @@ class ServerReply:
     refused: frozenset[str]
 
 
+class LoadClient:
+    """Carries out the calls of a `Crowd`."""
+
+    def __init__(self) -> None:
+        self.servers: dict[str, Server] = {}
+        self.watch = LagWatch(time.perf_counter)
+
+    async def result(self, call: Call | ServerCall) -> Any:
+        if isinstance(call, ServerCall):
+            return await self._ask(call)
+        match call:
+            case Call.CLOCK:
+                return time.perf_counter()
+            case Call.MACHINE:
+                return environment.boot_id()
+            case Call.BEGIN:
+                return self.watch.begin()
+            case Call.END:
+                return self.watch.end()
+
+    async def _ask(self, call: ServerCall) -> ServerReply:
+        if call.url not in self.servers:
+            self.servers[call.url] = call.connect()
+        server = self.servers[call.url]
+        server.refused |= call.refused
+        server.has_answered |= call.has_answered
+        answer = await ask(server, call.request, time.perf_counter)
+        return ServerReply(answer, frozenset(server.refused))
+
+
+# The protocol of streams: pickled objects, each preceded by its length.
+
+
 async def send(stream: asyncio.StreamWriter, frame: object) -> None:
     content = pickle.dumps(frame)
     stream.write(LENGTH.pack(len(content)) + content)
@@ -101,19 +140,40 @@ async def receive(stream: asyncio.StreamReader) -> Any:
 # The scheduling process.
 
 
-@dataclass(slots=True)
-class Member:
-    """A client process and its pending calls."""
+class Member(ABC):
+    """A client as this process sees it."""
 
-    process: Process
-    owed: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
-    offset_s: float = 0.0
+    offset_s = 0.0
     """Its clock minus ours; 0 if the difference is below what can be measured."""
-    reader: asyncio.Task[None] | None = None
-    _number: count[int] = field(default_factory=count)
+
+    @property
+    @abstractmethod
+    def num_pending(self) -> int:
+        """The number of calls without a reply."""
+
+    @abstractmethod
+    async def call(self, what: Call | ServerCall) -> Any:
+        """Return the client's reply. Raises UserError if it ended, or if the client raised one."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the client."""
+
+
+class ProcessMember(Member):
+    """A client process of this machine."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.owed: dict[int, asyncio.Future[Any]] = {}
+        self._number = count()
+        self._reader = asyncio.create_task(self.read())
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.owed)
 
     async def call(self, what: Call | ServerCall) -> Any:
-        """Return the client's reply. Raises UserError if it exited, or if the client raised one."""
         number = next(self._number)
         reply = self.owed[number] = asyncio.get_running_loop().create_future()
         try:
@@ -141,6 +201,11 @@ class Member:
                 ),
             )
 
+    async def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        await self._reader
+
     def _settle(self, number: int, result: Any) -> None:
         waiting = self.owed.get(number)
         if waiting is None or waiting.done():
@@ -151,20 +216,70 @@ class Member:
             waiting.set_result(result)
 
 
+class RayMember(Member):
+    """A client that is a Ray actor."""
+
+    def __init__(self, ray: Any, actor: Any) -> None:
+        self.ray, self.actor = ray, actor
+        self._num_pending = 0
+
+    @property
+    def num_pending(self) -> int:
+        return self._num_pending
+
+    async def call(self, what: Call | ServerCall) -> Any:
+        self._num_pending += 1
+        try:
+            return await self.actor.result.remote(what)
+        except self.ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, UserError):
+                raise error.cause from None
+            raise
+        except self.ray.exceptions.RayError as error:
+            raise UserError(
+                f"--clients: a client was lost: {first_line(error)[:200]}; continue the run with --resume"
+            ) from error
+        finally:
+            self._num_pending -= 1
+
+    async def close(self) -> None:
+        self.ray.kill(self.actor)
+
+
 class Crowd:
-    """`num` client processes, started by the first load. Close it in the event loop that it was used in."""
+    """`num` clients, started by the first load. Close it in the event loop that it was used in.
 
-    def __init__(self, num: int, clock: Clock) -> None:
-        self.num, self.clock = num, clock
+    With `ray_address` they are on the machines of that cluster.
+    """
+
+    def __init__(self, num: int, clock: Clock, ray_address: str | None = None) -> None:
+        self.num, self.clock, self.ray_address = num, clock, ray_address
         self.members: list[Member] = []
+        self._machines: list[str | None] = []
 
-    async def begin(self) -> None:
-        """Start the clients if necessary, and compare clocks. Raises UserError if one does not start."""
-        while len(self.members) < self.num:
-            self.members.append(await _start())
+    async def begin(self, server: Server) -> None:
+        """Start the clients if necessary, and compare clocks.
+
+        Raises UserError if one does not start, or is on a machine that the server's address does not lead from.
+        """
+        if not self._machines:
+            await self._start()
+            self._machines = [await member.call(Call.MACHINE) for member in self.members]
+        num_others, url = len({*self._machines} - {environment.boot_id()}), server.client.url
+        if num_others and is_loopback(url):
+            raise UserError(
+                f"--server {url} leads to the machine that uses it, and clients are on {num_others} others; give the "
+                "address of the server's machine in their network"
+            )
         for member in self.members:
             await self._compare_clocks(member)
             await member.call(Call.BEGIN)
+
+    async def _start(self) -> None:
+        if self.ray_address is not None:
+            self.members += await _start_in_cluster(self.num, self.ray_address)
+        while len(self.members) < self.num:
+            self.members.append(await _start_process())
 
     async def end(self) -> float:
         """Return the largest lag of a client since `begin`, in seconds; see `LagWatch`."""
@@ -173,7 +288,7 @@ class Crowd:
 
     async def ask(self, server: Server, request: ServerRequest) -> Generation:
         """Send a request from the client with the fewest in flight. Times are on our clock."""
-        member = min(self.members, key=lambda one: len(one.owed))
+        member = min(self.members, key=lambda one: one.num_pending)
         reply: ServerReply = await member.call(ServerCall.of(server, request))
         server.refused |= reply.refused
         answer, offset_s = reply.answer, member.offset_s
@@ -182,9 +297,9 @@ class Crowd:
 
     async def close(self) -> None:
         for member in self.members:
-            assert member.process.stdin is not None and member.reader is not None
-            member.process.stdin.close()
-            await member.reader
+            await member.close()
+        if self.members and self.ray_address is not None:
+            cluster.leave()
         self.members = []
 
     async def _compare_clocks(self, member: Member) -> None:
@@ -199,7 +314,7 @@ class Crowd:
         member.offset_s = offset_s if abs(offset_s) > took_s / 2 else 0.0
 
 
-async def _start() -> Member:
+async def _start_process() -> ProcessMember:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", CODE),
         stdin=asyncio.subprocess.PIPE,
@@ -208,8 +323,7 @@ async def _start() -> Member:
         # Ctrl-C must reach this process only; it closes the clients.
         start_new_session=True,
     )
-    member = Member(process)
-    member.reader = asyncio.create_task(member.read())
+    member = ProcessMember(process)
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             await member.call(Call.CLOCK)
@@ -226,39 +340,40 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     return {**variables, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-# The client process.
+async def _start_in_cluster(num: int, address: str) -> Sequence[Member]:
+    """Start clients, each with a processor, spread over the machines of a cluster.
+
+    Requests, and the server's key if there is one, travel over its network.
+
+    Raises UserError if Ray is missing, or if they do not start in time.
+    """
+    cluster.require_ray("--ray-address")
+    cluster.refuse_silent(address)
+    ray = cluster.connect(address)
+    kind = ray.remote(LoadClient).options(
+        num_cpus=1, max_restarts=0, max_concurrency=MOST_AT_ONCE, scheduling_strategy="SPREAD"
+    )
+    members = [RayMember(ray, kind.remote()) for _ in range(num)]
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            await asyncio.gather(*(member.call(Call.CLOCK) for member in members))
+    except (TimeoutError, UserError) as error:
+        cluster.leave()
+        why = str(error) or f"they did not start within {START_TIMEOUT_S:g} s"
+        raise UserError(f"--clients {num} on the cluster at {address}: {why}; give fewer") from error
+    return members
 
 
-class ClientProcess:
-    """Handles the calls of a `Crowd`, each in its own task."""
+# The client process of this machine.
 
-    def __init__(self, replies: asyncio.StreamWriter) -> None:
-        self.replies = replies
-        self.servers: dict[str, Server] = {}
-        self.watch = LagWatch(time.perf_counter)
 
-    async def answer(self, number: int, call: Call | ServerCall) -> None:
-        try:
-            result = await self._result(call)
-        except UserError as error:
-            result = error
-        await send(self.replies, (number, result))
-
-    async def _result(self, call: Call | ServerCall) -> Any:
-        if isinstance(call, ServerCall):
-            return await self._ask(call)
-        if call is Call.CLOCK:
-            return time.perf_counter()
-        return self.watch.begin() if call is Call.BEGIN else self.watch.end()
-
-    async def _ask(self, call: ServerCall) -> ServerReply:
-        if call.url not in self.servers:
-            self.servers[call.url] = call.connect()
-        server = self.servers[call.url]
-        server.refused |= call.refused
-        server.has_answered |= call.has_answered
-        answer = await ask(server, call.request, time.perf_counter)
-        return ServerReply(answer, frozenset(server.refused))
+async def answer(client: LoadClient, number: int, call: Call | ServerCall, replies: asyncio.StreamWriter) -> None:
+    """Send the result of a call, or the UserError that it raised."""
+    try:
+        result = await client.result(call)
+    except UserError as error:
+        result = error
+    await send(replies, (number, result))
 
 
 async def work(calls: BinaryIO, replies: BinaryIO) -> None:
@@ -267,12 +382,12 @@ async def work(calls: BinaryIO, replies: BinaryIO) -> None:
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), calls)
     transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, replies)
-    client = ClientProcess(asyncio.StreamWriter(transport, protocol, None, loop))
+    client, writer = LoadClient(), asyncio.StreamWriter(transport, protocol, None, loop)
     tasks = set[asyncio.Task[None]]()
     with suppress(asyncio.IncompleteReadError):
         while True:
             number, call = await receive(reader)
-            task = asyncio.create_task(client.answer(number, call))
+            task = asyncio.create_task(answer(client, number, call, writer))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
 import subprocess
 import sys
@@ -43,6 +45,18 @@ while True:
     print(len(done), "done", flush=True)
 """
 """Two tasks of five seconds by Ray's own restarts and retries, on a node each."""
+LOAD = "run --prompts prompts.jsonl --concurrency 4 --clients 2".split()
+SERVE = """
+import sys, time
+from helpers.servers.fake_server import FakeServer
+does = {"accepts": (2, 0), "block": 4, "counts_by_request": True, "has_metrics": False, "round_s": 0.1}
+with FakeServer(host=sys.argv[1], **does) as server:
+    print(server.url, flush=True)
+    while True:
+        time.sleep(0.2)
+        print(server.num_answers, *sorted(server.askers), flush=True)
+"""
+"""A server whose answers are known, which writes how many it has given, and who asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +122,59 @@ def over_two_hosts(folder: Path, num: int, loss: float, is_cut: bool) -> Ran:
         return Ran(rows, ended - began, after_s, link.num_carried, link.num_dropped)
 
 
+@contextmanager
+def serving(host: Host, folder: Path) -> Iterator[tuple[str, Callable[[], list[str]]]]:
+    """The server on a host; returns its address, and the number of its answers so far, with who has asked."""
+    log = folder / "server.log"
+    process = host.start([sys.executable, "-c", SERVE, host.address], log, PYTHONPATH=os.pathsep.join(sys.path))
+    wait_for(lambda: "\n" in text_of(log))
+    yield text_of(log).split()[0], lambda: text_of(log).rpartition("\n")[0].rpartition("\n")[2].split()
+    process.kill()
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """Rows of a server by the clients that loaded it: on one host, on both, and on both when one was cut off."""
+
+    rows: dict[str, list[tuple[object, ...]]]
+    seconds: float
+    askers: set[str]
+    """Addresses that requests of both hosts came from."""
+    cut_said: str
+    cut_s: float
+    """What the run said that lost a client, and how long after the cut."""
+
+
+def loads_of_two_hosts(folder: Path, num: int) -> Loads:
+    folder.mkdir()
+    prompts = [json.dumps({"prompt": f"What is {number} times 7?"}) + "\n" for number in range(num)]
+    (folder / "prompts.jsonl").write_text("".join(prompts))
+    with cluster(folder) as (first, link, address), serving(first, folder) as (url, told):
+
+        def started(out: str, *more: str) -> subprocess.Popen[bytes]:
+            called = [sys.executable, "-m", "dflash_bench.cli", *LOAD, "--server", f"dflash={url}", *more]
+            return first.start([*called, "--out", out], folder / f"{out}.log", **ENVIRONMENT)
+
+        def finished(out: str, *more: str) -> list[tuple[object, ...]]:
+            driver = started(out, *more)
+            assert driver.wait(ENDS_S) == 0, text_of(folder / f"{out}.log")[-3000:]
+            return what_matters(store.load(folder / out)[1])
+
+        rows = {"one host": finished("one")}
+        num_hosts = len(told()) - 1
+        began = time.monotonic()
+        rows["both hosts"] = finished("both", "--ray-address", address)
+        seconds, (num_before, *askers) = time.monotonic() - began, told()
+        assert num_hosts == 1
+        driver = started("cut", "--ray-address", address)
+        wait_for(lambda: int(told()[0]) >= int(num_before) + num // 4)
+        link.is_cut, began = True, time.monotonic()
+        assert driver.wait(ENDS_S) == 2, text_of(folder / "cut.log")[-3000:]
+        cut_s, said = time.monotonic() - began, text_of(folder / "cut.log")
+        rows["cut, then resumed"] = finished("cut", "--resume")
+    return Loads(rows, seconds, {*askers}, said, cut_s)
+
+
 @pytest.fixture(scope="module")
 def num(limit: Callable[[int, int], int]) -> int:
     return limit(LIMIT, LEAST)
@@ -138,8 +205,23 @@ def retried(folder: Path) -> tuple[int, float]:
         return int(text_of(log).strip().rpartition("\n")[2].partition(" ")[0]), time.monotonic() - began
 
 
+@pytest.fixture(scope="module")
+def loads(tmp_path_factory: pytest.TempPathFactory, num: int) -> Loads:
+    return loads_of_two_hosts(tmp_path_factory.mktemp("loads") / "all", num)
+
+
+def test_a_server_is_loaded_from_two_hosts(loads: Loads, num: int) -> None:
+    assert {name: len(rows) for name, rows in loads.rows.items()} == dict.fromkeys(loads.rows, num)
+    assert {name: rows == loads.rows["one host"] for name, rows in loads.rows.items()} == dict.fromkeys(
+        loads.rows, True
+    )
+    assert len(loads.askers) == 2
+    assert "a client was lost" in loads.cut_said and "--resume" in loads.cut_said
+
+
 def test_two_hosts_give_the_rows_of_one_process(
     alone: list[tuple[object, ...]],
+    loads: Loads,
     num: int,
     tmp_path: Path,
     write_page: Callable[[str, Sequence[str]], None],
@@ -186,5 +268,12 @@ to the other.
 Two actors with `max_restarts=-1` and `max_task_retries=-1`, one on each host, with a task of five seconds each; then
 the link is cut. After {waited_s:.0f} seconds {num_done} of 2 tasks is done: the other waits for its actor, for which
 there is no place, while the first actor is idle. This is why the run gives out prompts itself.""",
+            "## Load clients on two hosts",
+            f"""\
+`dflash-bench {shlex.join(LOAD)} --ray-address HOST:PORT` loads a server on the first host, whose answers are known,
+with {num} prompts from a client on each host: the server answered requests from {len(loads.askers)} addresses, and the
+rows are those of two clients on the first host. With the link cut in the middle of the load, the run ends
+{loads.cut_s:.0f} seconds later and says that a client was lost; resumed with clients on the first host alone, it has
+the same rows.""",
         ],
     )

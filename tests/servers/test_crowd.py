@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import GREEDY, Generation, Message, Settings
 from dflash_bench.servers import crowd
+from dflash_bench.servers.address import is_loopback
 from dflash_bench.servers.backend import ServerBackend
+from dflash_bench.servers.crowd import Call, RayMember
+from helpers.each import each
 from helpers.servers.fake_server import FakeServer
 from helpers.servers.one_server import backend
 
@@ -118,3 +123,56 @@ def test_a_client_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) 
         pytest.raises(UserError, match="--clients: a client process exited with status 1"),
     ):
         served(opened, LOADS[0])
+
+
+def test_clients_on_other_machines_need_an_address_that_leads_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeServer(**DOES) as server, backend(server, max_new_tokens=LENGTH, num_clients=2) as opened:
+        monkeypatch.setattr(crowd.environment, "boot_id", lambda: "of another machine")
+        with pytest.raises(UserError, match=r"--server http://127\.0\.0\.1:\d+ leads to the machine that uses it"):
+            served(opened, LOADS[0])
+
+
+@each(
+    "url, expected",
+    [
+        ("http://127.0.0.1:8000", True),
+        ("http://[::1]:8000", True),
+        ("http://localhost", True),
+        ("http://10.0.0.7:8000", False),
+        ("http://gpu-1:8000", False),
+    ],
+)
+def test_an_address_of_the_machine_that_uses_it_is_known(url: str, expected: bool) -> None:
+    assert is_loopback(url) is expected
+
+
+class LostError(Exception):
+    """In place of what Ray raises for an actor that is gone."""
+
+
+class TaskError(Exception):
+    """In place of what Ray raises for an error of an actor's."""
+
+    def __init__(self, cause: Exception) -> None:
+        self.cause = cause
+
+
+@each(
+    "error, raised, said",
+    [
+        (LostError("its node died"), UserError, "--clients: a client was lost: its node died; .*--resume"),
+        (TaskError(UserError("cannot connect")), UserError, "^cannot connect$"),
+        (TaskError(ValueError("a fault")), TaskError, "a fault"),
+    ],
+)
+def test_what_a_client_on_another_machine_raises_is_raised_here(
+    error: Exception, raised: type[Exception], said: str
+) -> None:
+    async def result(_: Call) -> None:
+        raise error
+
+    ray = SimpleNamespace(exceptions=SimpleNamespace(RayTaskError=TaskError, RayError=LostError))
+    member = RayMember(ray, SimpleNamespace(result=SimpleNamespace(remote=result)))
+    with pytest.raises(raised, match=said):
+        asyncio.run(member.call(Call.CLOCK))
+    assert member.num_pending == 0

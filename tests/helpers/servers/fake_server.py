@@ -27,6 +27,8 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         self.does = behaviour or Behaviour(**changes)
         self.asked: list[tuple[str, dict[str, Any], dict[str, str]]] = []
         self.num_answers, self.num_at_once, self.most_at_once, self.num_flushes = 0, 0, 0, 0
+        self.askers: set[str] = set()
+        """The addresses of all clients."""
         self.count = Count()
         self.cached: set[str] = set()
 
@@ -48,8 +50,8 @@ class FakeServer(AbstractContextManager["FakeServer"]):
 
     async def _serve(self, ready: threading.Event) -> None:
         self.stopping = asyncio.Event()
-        server = await asyncio.start_server(self._connected, "127.0.0.1", self.does.port, backlog=2048)
-        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server = await asyncio.start_server(self._connected, self.does.host, self.does.port, backlog=2048)
+        self.url = f"http://{self.does.host}:{server.sockets[0].getsockname()[1]}"
         ready.set()
         await self.stopping.wait()
         server.close()
@@ -59,6 +61,7 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.askers.add(writer.get_extra_info("peername")[0])
         with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             while await self._answer_one(reader, writer):
                 pass

@@ -62,6 +62,7 @@ class Behaviour:
     """`accepts` is what the rounds of each answer accept, over and over; all zero is plain decoding."""
 
     dialect: str = "vllm"
+    host: str = "127.0.0.1"
     port: int = 0
     """0 is any that is free."""
     accepts: Sequence[int] = (0,)
