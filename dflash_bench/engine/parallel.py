@@ -87,8 +87,9 @@ class Follower:
     def load_judge(self, stop_ids: frozenset[int], max_new_tokens: int) -> None:
         self.objects[JUDGE] = Judge(weights_in(self.source), stop_ids, max_new_tokens)
 
+    @torch.inference_mode()
     def repeat(self, call: parallel.Announcement) -> None:
-        """Make the announced call."""
+        """Make the announced call, in the leader's mode: caches made in it can only be written in it."""
         options = {name: self._placed(value) for name, value in call.options.items()}
         getattr(self.objects[call.of], call.method)(*map(self._placed, call.args), **options)
 

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dflash_bench.core.errors import UserError
+from dflash_bench.engine.parallel import Follower
 from dflash_bench.models import memory, parallel, targets
 from dflash_bench.models.presets import NANO
 from dflash_bench.results import store
@@ -83,6 +85,24 @@ def test_a_pass_that_fails_here_ends_the_others(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(UserError, match="--tensor-parallel: CUDA out of memory; continue with --resume"), failing:
             raise RuntimeError("CUDA out of memory")
     assert other.returncode == -signal.SIGKILL
+
+
+class CacheInOtherMode:
+    """A cache that a pass fills, and the path of a tree is kept in."""
+
+    def forward(self) -> None:
+        self.stack = torch.zeros(4) + 1
+
+    def keep_path(self, path: torch.Tensor) -> None:
+        self.stack[:2] = self.stack[path]
+
+
+def test_the_others_keep_the_path_of_a_tree() -> None:
+    follower = object.__new__(Follower)
+    follower.objects, follower.device = {"target": CacheInOtherMode()}, torch.device("cpu")
+    with torch.inference_mode():
+        follower.repeat(parallel.Announcement("target", "forward", (), {}))
+    follower.repeat(parallel.Announcement("target", "keep_path", (torch.tensor([1, 3]),), {}))
 
 
 def test_each_process_has_a_part_of_the_layers_and_whole_tables() -> None:
