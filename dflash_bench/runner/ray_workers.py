@@ -108,6 +108,8 @@ class RayPool(WorkerPool):
         pool._at_first = sorted(identities)
         pool._limited = labels, identities[pool._at_first[0]]
         pool._events = deque(Ready(worker, self._entry(worker)) for worker in pool._at_first)
+        for worker in self._pending.values():  # which still load the models
+            self._actors[worker].limit_to.remote(labels)
         return pool
 
     def start(self) -> None:

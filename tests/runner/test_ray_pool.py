@@ -136,8 +136,11 @@ def test_a_worker_that_is_lost_or_never_came_is_not_waited_for(lost: Any) -> Non
 
 def test_another_run_begins_with_the_workers_that_are_left() -> None:
     known, few = of_worker("separate", methods={"ar": {}, "dflash": {}}), {"dtype": "float32", "methods": {"ar": {}}}
-    pool = pool_of(known, known, said=[LostError("its node died"), few])
+    pool, late = pool_of(known, known, said=[LostError("its node died"), few]), list[Sequence[str]]()
+    pool._actors[2] = SimpleNamespace(limit_to=SimpleNamespace(remote=late.append))
+    pool._pending = {Ref(LATE): 2}
     limited = pool.only(["ar"])
+    assert late == [["ar"]]
     assert limited.describe()["methods"] == {"ar": {}} and limited.describe()["workers"]["number"] == 1
     ready = limited.wait()
     assert isinstance(ready, Ready) and ready.worker == 1 and ready.about["environment"] == MACHINE
