@@ -443,7 +443,10 @@ def _usable(request: RunRequest) -> Iterator[Method]:
         if kind.weights == MTP and not keys and _has_heads(model):
             keys = [MTP]
         labels = [kind.name + key.removeprefix(str(kind.weights)) for key in dict.fromkeys(keys)]
-        found += [methods.parse(label) for label in (labels if kind.weights else [kind.name])]
+        labels = labels if kind.weights else [kind.name]
+        if kind.name == "suffix" and request.workers is not None:
+            labels = ["suffix:earlier=no"]  # a worker has only a part of the earlier answers
+        found += [methods.parse(label) for label in labels]
     if found and _is_recurrent(model, request):
         found = [method for method in found if method.kind.shape != "tree"]
     yield from _varied(request, found, model)

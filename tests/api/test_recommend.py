@@ -94,8 +94,15 @@ def test_python_returns_what_the_command_shows(
     backend.calls.clear()
     assert main(monkeypatch, *WORDS) == 0 and not backend.calls
     assert without_minutes(capsys.readouterr().out) == without_minutes(screen(made))
-    with pytest.raises(db.UserError, match="--workers has no effect on a race"):
-        db.recommend(suite="gsm8k", workers=2)
+    with pytest.raises(db.UserError, match="--rate has no effect on a race"):
+        db.recommend(suite="gsm8k", rate=2.0)
+
+
+def test_workers_race_suffix_decoding_without_earlier_answers() -> None:
+    of_workers, alone = (
+        [method.label for method in checked(RunRequest(suites=("gsm8k",), workers=number))[1]] for number in (2, None)
+    )
+    assert "suffix" in alone and "suffix:earlier=no" in of_workers and "suffix" not in of_workers
 
 
 def test_a_killed_race_goes_on_by_the_same_command(
