@@ -96,6 +96,17 @@ def _sigterm_kept() -> Iterator[None]:
         signal.raise_signal(signal.SIGTERM)
 
 
+@contextmanager
+def user_errors(ray: Any) -> Iterator[None]:
+    """Raise an actor's UserError as it is, and any other error with the actor's traceback."""
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, UserError):
+            raise error.cause from None
+        raise
+
+
 def leave() -> None:
     """Leave the cluster, which ends what this process started there."""
     import ray

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from dflash_bench.core.errors import UserError, first_line
@@ -143,7 +142,7 @@ def connect() -> None:
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-        store=PrefixStore(restarts, store),
+        store=distributed.PrefixStore(restarts, store),  # type: ignore[attr-defined]
         rank=rank,
         world_size=size,
     )

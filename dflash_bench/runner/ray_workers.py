@@ -170,13 +170,8 @@ class RayPool(WorkerPool):
         return found
 
     def _value(self, ref: Any) -> Any:
-        """Return a result. A worker's UserError is raised as it is, any other error with its traceback."""
-        try:
+        with cluster.user_errors(self.ray):
             return self.ray.get(ref)
-        except self.ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, UserError):
-                raise error.cause from None
-            raise
 
     def _known(self, worker: int, about: dict[str, Any]) -> dict[str, Any]:
         """Return a worker's entry in the run. Raises UserError if it computes differently from the first worker."""
@@ -274,7 +269,7 @@ def opened_workers(resolved: RunPlan) -> Iterator[RayPool]:
         pool.wait_for_all(request.workers)
         yield pool
     finally:
-        ray.shutdown()
+        cluster.leave()
 
 
 def refuse_too_many(workers: int, threads: int, device: str, num_gpus: int) -> None:

@@ -230,11 +230,10 @@ class RayMember(Member):
     async def call(self, what: Call | ServerCall) -> Any:
         self._num_pending += 1
         try:
-            return await self.actor.result.remote(what)
-        except self.ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, UserError):
-                raise error.cause from None
-            raise
+            with cluster.user_errors(self.ray):
+                return await self.actor.result.remote(what)
+        except self.ray.exceptions.RayTaskError:
+            raise  # the client has a fault, and is there
         except self.ray.exceptions.RayError as error:
             raise UserError(
                 f"--clients: a client was lost: {first_line(error)[:200]}; continue the run with --resume"

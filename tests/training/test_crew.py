@@ -172,7 +172,7 @@ def test_a_draft_is_trained_by_two_processes(tmp_path: Path, launch: Launch) -> 
     assert [said.count("saved in") for _, said in ended] == [1, 0]
 
 
-TORCHRUN = "-m torch.distributed.run --nproc-per-node 2 --max-restarts 1".split()
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1".split()
 DIES_ONCE = """
 import os, runpy, sys
 from pathlib import Path
