@@ -15,10 +15,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from dflash_bench.core.errors import UserError, first_line
@@ -26,6 +28,8 @@ from dflash_bench.models.architecture import recurrent_layers
 
 CPU = torch.device("cpu")
 CODE = "from dflash_bench.engine.parallel import main; main()"
+IDLE = timedelta(days=7)
+"""How long a follower waits for the next call. That the leader has exited, it notices at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,22 +134,23 @@ def start(size: int, source: object) -> Followers:
         process.stdin.close()
         processes.append(process)
     os.environ.update(_environment(0, size, port))
-    connect()
+    connect(IDLE)
     _leading.append(Followers(processes))
     return _leading[0]
 
 
-def connect() -> None:
-    """Join the process group defined by the environment."""
-    store, rank, size = next(rendezvous("env://"))
+def connect(limit: timedelta) -> Store:
+    """Join the process group defined by the environment, and return the store that its processes share.
+
+    A process that waits longer than `limit` for another raises RuntimeError.
+    """
+    shared, rank, size = next(rendezvous("env://"))
     # torchrun keeps its store when it restarts the processes, with the addresses of those that died.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-        store=distributed.PrefixStore(restarts, store),  # type: ignore[attr-defined]
-        rank=rank,
-        world_size=size,
-    )
+    store: Store = PrefixStore(restarts, shared)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    distributed.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
+    return store
 
 
 def _alike() -> dict[str, str]:

@@ -98,21 +98,22 @@ def collect(
     # First turns are written as in earlier versions, so that stored answers stay valid.
     written = [{name: value for name, value in asdict(one).items() if value != ()} for one in requests]
     prompts = zlib.crc32(repr(written).encode())
-    if group.is_first:
-        files.check_same_options(folder / PLAN, asdict(plan) | {"prompts": prompts}, "answers")
-    group.wait()
-    parts = list(enumerate(batches(requests, plan.batch_size, plan.seed)))
-    num_tokens = 0
-    for number, rows in group.share(parts):
-        if enough is not None and num_tokens * group.size >= enough:
+    described = asdict(plan) | {"prompts": prompts}
+    group.from_first(f"{folder}", lambda: files.check_same_options(folder / PLAN, described, "answers"))
+    parts = batches(requests, plan.batch_size, plan.seed)
+    taken, num_tokens = group.counter(f"{folder} batches"), group.counter(f"{folder} tokens")
+    while enough is None or num_tokens(0) < enough:
+        # Whoever is free takes the next batch, so that no process waits for another longer than for one batch.
+        number = taken(1) - 1
+        if number >= len(parts):
             break
         path = part(folder, number)
         if not path.exists():
             report(f"answers: batch {number + 1} of {len(parts)}")
-            batch = [requests[row] for row in rows]
+            batch = [requests[row] for row in parts[number]]
             tensors = _answer(target, stop_ids, batch, plan)
-            write(path, {**tensors, **_first_turns(batch), "prompts": torch.tensor(rows)})
-        num_tokens += num_answer_tokens(path)
+            write(path, {**tensors, **_first_turns(batch), "prompts": torch.tensor(parts[number])})
+        num_tokens(num_answer_tokens(path))
     group.wait()
 
 

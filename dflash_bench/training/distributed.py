@@ -9,17 +9,38 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch
 from torch import distributed, nn
+from torch.distributed.distributed_c10d import Store
 
 from dflash_bench.core.errors import UserError, first_line
 from dflash_bench.models import parallel
 
 Item = TypeVar("Item")
+LIMIT = timedelta(minutes=30)
+"""How long a process waits for the others in a step. A process that dies is noticed at once; a machine that is cut off
+is not."""
+POLL_S = 0.2
+
+
+class Counter:
+    """A sum of numbers."""
+
+    def __init__(self) -> None:
+        self.sum = 0
+
+    def __call__(self, number: int) -> int:
+        self.sum += number
+        return self.sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +49,8 @@ class ProcessGroup:
 
     rank: int = 0
     size: int = 1
+    store: Store | None = None
+    """Keys and values that the processes share; None for a process that is alone."""
 
     @property
     def is_first(self) -> bool:
@@ -37,10 +60,48 @@ class ProcessGroup:
         """Return this process's part of the items."""
         return list(items[self.rank :: self.size])
 
+    def counter(self, name: str) -> Callable[[int], int]:
+        """Return a function that adds to a number, which starts at 0 and is shared by all processes, and returns it."""
+        return partial(self.store.add, name) if self.store is not None else Counter()
+
     def wait(self) -> None:
-        """Wait until all processes arrive here."""
+        """Wait until all processes arrive here, which none may do much later than another."""
         if self.size > 1:
             distributed.barrier()
+
+    def from_first(self, name: str, work: Callable[[], Item]) -> Item:
+        """Return what `work` returns in the first process, for which the others wait, however long it takes.
+
+        The name must be new. If the first process dies, its launcher ends the others.
+        """
+        if self.store is None:
+            return work()
+        value: Any = None
+        if self.is_first:
+            value = work()
+            self.store.set(name, "done")
+        while not self.store.check([name]):
+            time.sleep(POLL_S)
+        result: Item = self.broadcast(value)
+        return result
+
+    def require_same(self, folder: Path) -> None:
+        """Raise UserError, in every process, unless all of them see the same folder."""
+        if self.size == 1:
+            return
+        mark = folder / f"seen-by-all-{self.broadcast(uuid4().hex)}"
+        if self.is_first:
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        self.wait()
+        share = self.mean(float(mark.exists()), torch.device("cpu"))
+        if self.is_first:
+            mark.unlink()
+        if share < 1:
+            raise UserError(
+                f"{round((1 - share) * self.size)} of {self.size} processes do not see the files that the first one "
+                f"writes into {folder}; give an --out on a disk that all machines share"
+            )
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average the gradients of all processes, in place."""
@@ -82,14 +143,14 @@ def init_distributed(device: str) -> tuple[ProcessGroup, str]:
     if device != "cpu":
         device = _own_gpu(int(os.environ.get("LOCAL_RANK", "0")))
     try:
-        parallel.connect()
+        store = parallel.connect(LIMIT)
     except (ValueError, RuntimeError) as error:
         raise UserError(
             f"the {os.environ['WORLD_SIZE']} processes of this training cannot be connected: {first_line(error)}; "
             "start them with torchrun"
         ) from error
     atexit.register(_leave)
-    return ProcessGroup(distributed.get_rank(), distributed.get_world_size()), device
+    return ProcessGroup(distributed.get_rank(), distributed.get_world_size(), store), device
 
 
 def _own_gpu(local_rank: int) -> str:

@@ -88,9 +88,8 @@ def prepare(request: TrainRequest, tell: Tell) -> PreparedTraining:
     target = _faster_target(models.target, request.batch_size)
     request = _with_mask(request, models)
     found = [*prompts.from_files(request.prompts), *prompts.written(request.num_written, request.seed)]
-    if group.is_first:
-        _invent(request, models, target, tell)
-    group.wait()
+    group.require_same(request.out / "work")
+    group.from_first("invented", lambda: _invent(request, models, target, tell))
     found += _invented(request)
     overlaps = contamination.found([one.text for one in found], request.against)
     if "overlap" not in request.allow:

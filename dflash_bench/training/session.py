@@ -186,25 +186,23 @@ def searched_rate(prepared: PreparedTraining, rows: PackedRows, tell: Tell) -> f
             objective = new_objective(prepared, rows)
             history = trainer.train(objective, rows, recipe, work / f"{request.method}-{rate}.pt", tell, group=group)
             results[str(rate)] = history[-1]["accepted"]
-        if group.is_first:
-            files.write_json(path, results)
-        group.wait()
+        group.from_first(path.name, lambda: files.write_json(path, results))
     tried: dict[str, float] = files.json_of(path)
     return float(max(tried, key=lambda rate: tried[rate]))
 
 
 def fitted(
     prepared: PreparedTraining, rows: PackedRows, held_out: Sequence[TrainingChat], rate: float, tell: Tell
-) -> tuple[Objective, History, float | None]:
-    """Return the trained objective, its history, and its acceptance before, measured by the first process alone."""
+) -> tuple[Objective, History, float]:
+    """Return the trained objective, its history, and its acceptance before."""
     request = prepared.request
     objective = new_objective(prepared, rows)
-    tell("measuring acceptance before the training")
-    before = acceptance(prepared, objective, held_out).al_pooled if prepared.group.is_first else None
 
     def measure() -> float:
         return acceptance(prepared, objective, held_out).al_pooled
 
+    tell("measuring acceptance before the training")
+    before = prepared.group.from_first("before", measure)
     recipe = recipe_of(request, num_steps(request, len(rows.ids) - rows.num_held_out, prepared.group), rate)
     path = request.out / "work" / f"{request.method}.pt"
     return objective, trainer.train(objective, rows, recipe, path, tell, measure, prepared.group), before

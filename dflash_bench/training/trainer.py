@@ -200,11 +200,8 @@ def train(
         if is_measured:
             read = round(num_tokens * (step + 1) * min(per_step, num_train) / num_train)
             entry = {"step": step + 1, "epoch": round((step + 1) / per_epoch, 2), "tokens": read, "loss": running}
-            if group.is_first:
-                entry["accepted"] = held_out(objective, rows, recipe.rows)
-                if measure is not None:
-                    entry["al_pooled"] = measure()
-            history.append(group.broadcast(entry))
+            entry |= group.from_first(f"{path.stem} {step}", lambda: _measured(objective, rows, recipe.rows, measure))
+            history.append(entry)
             if group.is_first and recipe.patience is not None and _is_best(history):
                 save_whole(best, draft.state_dict())
         if group.is_first and (is_measured or time.monotonic() - saved > SAVE_EVERY_S):
@@ -234,6 +231,11 @@ def _step(
     group.average_gradients(objective.draft.parameters())
     apply_gradients(made, objective.draft.parameters())
     return value
+
+
+def _measured(objective: Objective, rows: Data, size: int, measure: Measure | None) -> dict[str, float]:
+    accepted = {"accepted": held_out(objective, rows, size)}
+    return accepted if measure is None else accepted | {"al_pooled": measure()}
 
 
 def _has_ended(history: History, recipe: DraftRecipe) -> bool:

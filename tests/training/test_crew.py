@@ -149,6 +149,39 @@ def test_two_processes_learn_what_one_learns_from_the_same_rows_until_a_loss_is_
     assert [entry["step"] for entry in first[1]] == [entry["step"] for entry in alone[1]]
 
 
+SHARED = """
+import json, sys, time
+from datetime import timedelta
+from pathlib import Path
+from dflash_bench.training import distributed
+
+distributed.LIMIT = timedelta(seconds=1)
+group, _ = distributed.init_distributed("cpu")
+told = group.from_first("slow", lambda: (time.sleep(1.5), group.rank)[1])
+taken, numbers = group.counter("numbers"), []
+while (number := taken(1) - 1) < 20:
+    numbers.append(number)
+    time.sleep(0.01 + 0.1 * group.is_first)
+print(json.dumps({"told": told, "numbers": numbers}))
+folder = Path(sys.argv[1])
+group.require_same(folder)
+group.require_same(folder / f"{group.rank}")
+"""
+
+
+def test_processes_wait_for_the_first_divide_work_and_need_one_folder(tmp_path: Path, launch: Launch) -> None:
+    ended = launch(SHARED, [str(tmp_path / "out")], 2)
+    said = [text.splitlines() for _, text in ended]
+    first, second = (json.loads(lines[0]) for lines in said)
+    # The wait for the first one's work was longer than the limit of a step.
+    assert first["told"] == second["told"] == 0
+    assert sorted(first["numbers"] + second["numbers"]) == list(range(20))
+    assert len(first["numbers"]) < len(second["numbers"])
+    assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == []
+    for code, text in ended:
+        assert code == 1 and "UserError: 1 of 2 processes do not see" in text, text
+
+
 @pytest.mark.in_full
 def test_a_draft_is_trained_by_two_processes(tmp_path: Path, launch: Launch) -> None:
     target = tiny.build(tmp_path / "model") / "target"
