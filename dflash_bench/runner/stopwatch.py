@@ -31,6 +31,9 @@ BESIDE_S, ONCE_S = 0.02, 0.25
 Sound calls of nano spend 1.5 to 2 ms: rendering the chat, cutting it into tokens, preparing caches, and the text. A
 first call and one with a longer prompt than before make larger caches; 32 ms were seen on a busy machine.
 """
+BESIDE_SHARE, ONCE_SHARE = CLOCK_SHARE / 2, CLOCK_SHARE
+"""The same as shares of the call, for long ones: a target of 1.5 billion parameters beside another large process spent
+27 and 333 ms of calls that took half a minute, while pages of its weights were read again."""
 PER_PROMPT_TOKEN_S, PER_TOKEN_S = 2e-5, 1e-4
 """Additional seconds per token of a prompt and of an answer, ten times the measured cost."""
 SCHEDULED = Path("/proc/thread-self/schedstat")
@@ -162,7 +165,7 @@ class Stopwatch:
 
     def is_late(self, is_probe: bool) -> bool:
         """Return True if the call exceeds the budget that two calls in a row must not exceed."""
-        return self._waited_s is not None and self.hidden_s(is_probe) > BESIDE_S
+        return self._waited_s is not None and self.hidden_s(is_probe) > max(BESIDE_S, BESIDE_SHARE * self.call_s)
 
     def received(self, request: int, tokens: Sequence[int]) -> None:
         answer = self.answers[request]
@@ -264,7 +267,9 @@ def _begun(watch: Stopwatch, answer: AnswerMoments, request: int, num_rows: int)
 
 
 def _beside(watch: Stopwatch, is_probe: bool, was_late: bool) -> Objection | None:
-    if watch.hidden_s(is_probe) <= ONCE_S and not (was_late and watch.is_late(is_probe)):
+    if watch.hidden_s(is_probe) <= max(ONCE_S, ONCE_SHARE * watch.call_s) and not (
+        was_late and watch.is_late(is_probe)
+    ):
         return None
     before, after = (f"{1000 * max(0.0, one):.0f} ms" for one in (watch.before_s, watch.after_s))
     return Objection("clock", f"the call took {before} before its prompt was begun and {after} after its last token")

@@ -487,6 +487,21 @@ def test_waiting_for_a_processor_is_no_work(
         assert (why is None) == (agrees or (is_small and not was_late)), why
 
 
+@each("hidden_s, once, twice", [(0.39, True, True), (0.41, True, False), (0.79, True, False), (0.81, False, False)])
+def test_a_long_call_may_spend_one_percent_outside_its_answers_and_once_two(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, hidden_s: float, once: bool, twice: bool
+) -> None:
+    monkeypatch.setattr(stopwatch, "waited_s", lambda: 0.0)
+    decode_s = 40 - hidden_s - SAID.prefill_s
+    said = replace(SAID, decode_s=decode_s, round_s=(decode_s / 3,) * 3)
+    with Stopwatch() as watch:
+        clock[0] += hidden_s + said.num_prompt_tokens * 2e-5
+        listens(watch, said, clock)
+    watch.served([said])
+    whys = [objection_alone(watch, said, tells_rounds=True, was_late=was_late) for was_late in (False, True)]
+    assert [why is None for why in whys] == [once, twice], whys
+
+
 def test_a_process_that_is_held_up_between_two_readings_denies_nothing(clock: list[float]) -> None:
     """The backend reads its clock after it was held up, or before: both lie between the runner's two readings."""
     watch = heard(SAID, clock)
