@@ -1,4 +1,4 @@
-"""Pages of studies that are the report of a single run; and the runs' findings on disturbed times."""
+"""Pages of studies that are the report of a single run; and the runs' findings on disturbed times and failures."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def page(work: Work, run: Path, remark: str = "") -> str:
     return "\n\n".join(filter(None, parts))
 
 
-DISTURBED = ("drift", "outliers", "slow_plain")
-"""Kinds of findings on times of a machine that was not quiet."""
+DISTURBED = ("drift", "outliers", "slow_plain", "failed")
+"""Kinds of findings on times of a machine that was not quiet, and on answers whose times were refused."""
 
 
 def doubts(runs: Sequence[Document]) -> str:

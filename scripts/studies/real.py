@@ -109,20 +109,28 @@ def options(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--suite", choices=sorted(LIMITS), help="only this suite, on a page of its own")
     parser.add_argument("--no-int8", action="store_true", help="leave out the runs in int8, and what they say")
+    parser.add_argument(
+        "--int8-method",
+        action="append",
+        default=[],
+        metavar="METHOD",
+        help=f"of the runs in int8; may be repeated ({COPIES}, {COPIES_NO_PROMPT}, and the first draft)",
+    )
     parser.add_argument("--limit", type=int, help="number of prompts of each suite (164 and 200)")
     parser.add_argument(
         "--dtype", default="float32", choices=("float32", "bfloat16"), help="type of unquantised weights"
     )
 
 
-def groups(drafts: Sequence[str], has_int8: bool = True) -> list[Group]:
+def groups(drafts: Sequence[str], has_int8: bool = True, int8_methods: Sequence[str] = ()) -> list[Group]:
     """Return the runs; `drafts` are METHOD=FOLDER."""
     given = [word for draft in drafts for word in ("--draft", draft)]
     names = [draft.partition("=")[0] for draft in drafts]
     named = [*names, *(tree for chain, tree in TREES.items() if chain in names)]
     as_stored = Group("", "Weights as stored", [*METHODS, *named], given)
-    in_int8 = [COPIES, COPIES_NO_PROMPT, *names[:1]]
-    of_int8 = Group("int8", "Weights in int8", in_int8, ["--quantize", "int8", *given[:2]])
+    in_int8 = int8_methods or [COPIES, COPIES_NO_PROMPT, *names[:1]]
+    used = [word for draft in drafts if draft.partition("=")[0] in in_int8 for word in ("--draft", draft)]
+    of_int8 = Group("int8", "Weights in int8", in_int8, ["--quantize", "int8", *used])
     return [as_stored, of_int8] if has_int8 else [as_stored]
 
 
@@ -130,7 +138,7 @@ def make(work: Work, options: Namespace) -> Made:
     target = options.target.resolve()
     has_counters = any(energy.POWERCAP.glob(energy.ZONES))
     made: dict[str, list[Document]] = {}
-    wanted = groups(options.draft, not options.no_int8)
+    wanted = groups(options.draft, not options.no_int8, options.int8_method)
     limits = {suite: limit for suite, limit in LIMITS.items() if options.suite in (None, suite)}
     for group in wanted:
         for suite, limit in limits.items():
@@ -153,6 +161,8 @@ def make(work: Work, options: Namespace) -> Made:
                 "--threads",
                 1,
                 *(["--energy"] if has_counters else []),
+                "--allow",
+                "failed",  # the page says so
             )
             made.setdefault(group.title, []).append(document.read_document(run))
     first = next(iter(limits))
