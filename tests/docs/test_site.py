@@ -76,7 +76,7 @@ def test_the_readmes_commands_are_those_of_ci() -> None:
 
 HEADLINE = ["results/speed/math-nano-cpu.md"]
 REAL = ["results/speed/real-smollm2-cpu.md"]
-CODE = ["results/speed/code-qwen2.5-coder-0.5b-instruct-q4_k_m.md"]
+CODE = [f"results/speed/code-qwen2.5-coder-{size}-instruct-q4_k_m.md" for size in ("0.5b", "1.5b")]
 FAMILIAR = ["results/drafts/real-text-nano-cpu.md"]
 
 
