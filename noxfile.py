@@ -138,6 +138,12 @@ def ray(session: nox.Session) -> None:
     test(session, "python")
 
 
+@nox.session(venv_backend="none")
+def hosts(session: nox.Session) -> None:
+    """One draft trained on two hosts, over a link that drops packets or is cut. Linux only, as root."""
+    test(session, sys.executable)
+
+
 @nox.session
 @nox.parametrize("version", ["2.9.1", "2.11.0", "2.13.0"])
 def torch(session: nox.Session, version: str) -> None:

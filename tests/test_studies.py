@@ -91,7 +91,7 @@ def test_the_marks_of_external_tests_are_those_that_nox_runs() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     marks = set(re.findall(r"nox -s (\w+)\)", text))
     # Neither the package nor builds of torch have external tests: their sessions say themselves what they run.
-    assert marks == sessions() - {"package", "torch"} and len(marks) == 8
+    assert marks == sessions() - {"package", "torch"} and len(marks) == 9
 
 
 def test_advice_is_chosen_by_the_figures_alone() -> None:

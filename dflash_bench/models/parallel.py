@@ -12,11 +12,13 @@ import pickle
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor, distributed, nn
@@ -30,6 +32,8 @@ CPU = torch.device("cpu")
 CODE = "from dflash_bench.engine.parallel import main; main()"
 IDLE = timedelta(days=7)
 """How long a follower waits for the next call. That the leader has exited, it notices at once."""
+POLL_S, COME_S = 0.01, 300.0
+"""How often the first process looks for the others, and for how long; the others wait as long for a store's value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +149,35 @@ def connect(limit: timedelta) -> Store:
     A process that waits longer than `limit` for another raises RuntimeError.
     """
     shared, rank, size = next(rendezvous("env://"))
-    # torchrun keeps its store when it restarts the processes, with the addresses of those that died.
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store: Store = PrefixStore(restarts, shared)
+    store: Store = PrefixStore(agreed_name(shared, rank, size), shared)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     distributed.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
     return store
+
+
+def agreed_name(store: Store, rank: int, size: int) -> str:
+    """Return a name that all `size` processes agree on, and no earlier ones with this store.
+
+    torchrun keeps its store when it restarts processes, with the addresses of those that died; and how often it has
+    restarted them differs between machines.
+
+    Raises RuntimeError if a process does not come within `COME_S`.
+    """
+    own = uuid4().hex
+    if rank:
+        store.set(f"process {rank}", own)
+        name = store.get(f"name for {own}").decode()
+        store.add(f"joined {name}", 1)
+        return name
+    end = time.monotonic() + COME_S
+    while store.add(f"joined {own}", 0) < size - 1:
+        for other in range(1, size):
+            if store.check([f"process {other}"]):  # perhaps the one that died, which no longer reads the answer
+                store.set(f"name for {store.get(f'process {other}').decode()}", own)
+        if time.monotonic() > end:
+            raise RuntimeError(f"of {size} processes {store.add(f'joined {own}', 0) + 1} came")
+        time.sleep(POLL_S)
+    return own
 
 
 def _alike() -> dict[str, str]:

@@ -13,7 +13,7 @@ import pytest
 
 from studies import _study
 
-MARKS = ("vllm", "llamacpp", "mlx", "transformers_serve", "lmdeploy", "sglang", "ray", "gpu")
+MARKS = ("vllm", "llamacpp", "mlx", "transformers_serve", "lmdeploy", "sglang", "ray", "hosts", "gpu")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

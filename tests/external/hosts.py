@@ -62,10 +62,10 @@ class Link:
 
 
 class Host:
-    """A network namespace with one address."""
+    """A network namespace with one address, that of `device`."""
 
-    def __init__(self, name: str, address: str) -> None:
-        self.name, self.address = name, address
+    def __init__(self, name: str, address: str, device: str) -> None:
+        self.name, self.address, self.device = name, address, device
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, words: Sequence[str], log: Path, **environment: str) -> subprocess.Popen[bytes]:
@@ -88,16 +88,19 @@ class Host:
 def two_hosts(loss: float = 0.0) -> Iterator[tuple[Host, Host, Link]]:
     """Two hosts and their link for a `with`; all that runs there is killed at the end."""
     number = os.getpid() % 250
-    hosts = [Host(f"{name}-{number}", NET.format(number=number, host=at)) for at, name in enumerate(NAMES, 1)]
+    hosts = [
+        Host(f"{name}-{number}", NET.format(number=number, host=at), f"dfl{number}{'ab'[at - 1]}")
+        for at, name in enumerate(NAMES, 1)
+    ]
     ends: list[int] = []
     link: Link | None = None
     try:
-        for at, host in enumerate(hosts):
+        for host in hosts:
             _ip("netns", "add", host.name)
-            ends.append(_tun(device := f"dfl{number}{'ab'[at]}"))
-            _ip("link", "set", device, "netns", host.name)
-            _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", device)
-            for up in (device, "lo"):
+            ends.append(_tun(host.device))
+            _ip("link", "set", host.device, "netns", host.name)
+            _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.device)
+            for up in (host.device, "lo"):
                 _ip("-n", host.name, "link", "set", up, "up")
         link = Link(ends, loss)
         yield hosts[0], hosts[1], link

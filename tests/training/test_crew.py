@@ -10,13 +10,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from dflash_bench.core.errors import UserError
+from dflash_bench.models import parallel
 from dflash_bench.training import distributed, trainer
 from dflash_bench.training.distributed import ProcessGroup
 from helpers import tiny
@@ -247,6 +250,18 @@ def test_torchrun_starts_a_training_again_whose_process_died(tmp_path: Path) -> 
     died = tmp_path / "died"
     assert trained("killed", str(died)) == trained("whole")
     assert died.exists()
+
+
+def test_processes_agree_on_a_name_that_none_before_them_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    store.set("process 1", "one that died before it joined")
+    with ThreadPoolExecutor(3) as pool:
+        named = [list(pool.map(lambda rank: parallel.agreed_name(store, rank, 3), range(3))) for _ in range(3)]
+    assert [len({*names}) for names in named] == [1, 1, 1]
+    assert len({names[0] for names in named}) == 3
+    monkeypatch.setattr(parallel, "COME_S", 0.1)
+    with pytest.raises(RuntimeError, match="of 4 processes 1 came"):
+        parallel.agreed_name(store, 0, 4)
 
 
 def test_shares_are_all_there_is_and_none_twice() -> None:
