@@ -172,7 +172,8 @@ def agreed_name(store: Store, rank: int, size: int) -> str:
     end = time.monotonic() + COME_S
     while store.add(f"joined {own}", 0) < size - 1:
         for other in range(1, size):
-            if store.check([f"process {other}"]):  # perhaps the one that died, which no longer reads the answer
+            # The id may be that of a process that died; then its successor overwrites it, and is answered next time.
+            if store.check([f"process {other}"]):
                 store.set(f"name for {store.get(f'process {other}').decode()}", own)
         if time.monotonic() > end:
             raise RuntimeError(f"of {size} processes {store.add(f'joined {own}', 0) + 1} came")

@@ -267,9 +267,8 @@ def _begun(watch: Stopwatch, answer: AnswerMoments, request: int, num_rows: int)
 
 
 def _beside(watch: Stopwatch, is_probe: bool, was_late: bool) -> Objection | None:
-    if watch.hidden_s(is_probe) <= max(ONCE_S, ONCE_SHARE * watch.call_s) and not (
-        was_late and watch.is_late(is_probe)
-    ):
+    is_short = watch.hidden_s(is_probe) <= max(ONCE_S, ONCE_SHARE * watch.call_s)
+    if is_short and not (was_late and watch.is_late(is_probe)):
         return None
     before, after = (f"{1000 * max(0.0, one):.0f} ms" for one in (watch.before_s, watch.after_s))
     return Objection("clock", f"the call took {before} before its prompt was begun and {after} after its last token")
