@@ -17,6 +17,9 @@ from dflash_bench import cli
 from dflash_bench.core import terminal
 from helpers.each import seed
 
+TESTS = Path(__file__).parent
+ASKING = {"core", "external", "nano", "perf", "tasks"}
+
 # Whoever runs the tests in the background has them ignore what Ctrl-C sends, and some libraries stop ignoring it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -63,6 +66,13 @@ def shared_models(request: pytest.FixtureRequest) -> Iterator[None]:
 
             shared_models.apply(patch)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_where_nano_runs(request: pytest.FixtureRequest) -> None:
+    """Use `shared_models` in every folder but those whose tests ask for it themselves."""
+    if request.path.parent != TESTS and request.path.parent.name not in ASKING:
+        request.getfixturevalue("shared_models")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -27,8 +27,6 @@ from helpers.fake_backend import main
 from helpers.golden_drafts import CASES
 from helpers.tiny_architectures import made
 
-pytestmark = pytest.mark.usefixtures("shared_models")
-
 GOLDEN = CASES / "mtp-qwen3.5-hybrid/target"
 SHAPE = TargetShape(48, 320, 4)
 

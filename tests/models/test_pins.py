@@ -18,8 +18,6 @@ from dflash_bench.models import hub, presets
 from helpers import tiny
 from helpers.each import each
 
-pytestmark = pytest.mark.usefixtures("shared_models")
-
 Main = Callable[..., tuple[int, str, str]]
 OLD, NEW = "0" * 40, "1" * 40
 

@@ -15,8 +15,6 @@ from dflash_bench.results import store
 from helpers.each import each
 from helpers.fake_backend import main
 
-pytestmark = pytest.mark.usefixtures("shared_models")
-
 Captured = pytest.CaptureFixture[str]
 
 

@@ -30,7 +30,7 @@ Rechecked = Callable[[Path], dict[str, CheckedPart]]
 
 
 @pytest.fixture(scope="module")
-def honest(tmp_path_factory: pytest.TempPathFactory, with_shared_models: None) -> Path:
+def honest(tmp_path_factory: pytest.TempPathFactory, shared_models: None) -> Path:
     folder = tmp_path_factory.mktemp("honest") / "run"
     db.run(**USUAL, out=folder)
     return folder
