@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import stat
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
@@ -242,6 +244,23 @@ def toml_of(path: Path) -> dict[str, Any]:
         raise _nested(str(path)) from error
     except ValueError as error:
         raise UserError(f"cannot read {path}: not valid TOML ({error})") from error
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file, which is read again only if it was written since. Raises OSError."""
+    return _sha256(path, *state_of(path))
+
+
+def state_of(path: Path) -> tuple[int, int, int, int]:
+    """Return a key that changes whenever the file is written, so that cached results are not reused for new content."""
+    state = path.stat()
+    return state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
+
+
+@lru_cache(4096)
+def _sha256(path: Path, *_state: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_whole(path: Path, fill: Callable[[IO[bytes]], object]) -> None:

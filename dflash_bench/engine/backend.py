@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,12 +9,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from dflash_bench.core.errors import GpuMemoryError, UserError
+from dflash_bench.core.files import sha256_of
 from dflash_bench.core.labels import dtype_name
 from dflash_bench.core.methods import Method
 from dflash_bench.core.types import (
@@ -229,8 +230,7 @@ def _sha256_of_files(method: Method) -> Iterator[str]:
     """Yield hashes of the files in a method's options: a run must not resume with another file of the same name."""
     for option in method.kind.options:
         if option.is_file and (path := method.option(option.name)) is not None:
-            with open(str(path), "rb") as file:
-                yield hashlib.file_digest(file, "sha256").hexdigest()
+            yield sha256_of(Path(str(path)))
 
 
 def build_drafter(models: Models, target: Target, method: Method, preset: Preset) -> Drafter:

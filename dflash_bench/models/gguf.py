@@ -5,12 +5,10 @@ The model is then measured with the file's weights in float32, without llama.cpp
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
@@ -39,18 +37,12 @@ def converted_folder(path: Path) -> Path:
     """
     path = path.expanduser()
     about = path.stat()
-    folder = cache_folder() / "gguf" / f"{path.stem}-{_sha256(path, about.st_size, about.st_mtime_ns)[:12]}"
+    folder = cache_folder() / "gguf" / f"{path.stem}-{files.sha256_of(path)[:12]}"
     if not folder.exists():
         _make_room(folder.parent, about.st_size)
         convert(path, folder)
     os.utime(folder)
     return folder
-
-
-@lru_cache
-def _sha256(path: Path, size: int, modified_ns: int) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 KEPT_BYTES = 32e9

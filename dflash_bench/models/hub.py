@@ -7,7 +7,6 @@ import os
 import re
 import struct
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -148,16 +147,8 @@ def weights_sha256(folder: Path) -> str:
     """Return one hash over the hashes of all weight files; pickles count only if there are no safetensors."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")) or sorted((*folder.glob("*.bin"), *folder.glob("*.pt"))):
-        state = path.stat()
-        digest.update(_sha256(path, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns))
+        digest.update(bytes.fromhex(files.sha256_of(path)))
     return digest.hexdigest()
-
-
-@lru_cache(maxsize=256)
-def _sha256(path: Path, *_state: int) -> bytes:
-    """Return the hash of a file in this state, which a run requests before and after it loads the weights."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
 
 
 def is_here(reference: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,7 +36,7 @@ def write(run: Path, out: Path) -> int:
         raise UserError(f"{run} is not finished; finish it with --resume")
     read_run(run)
     members = [run / run_info.FILE, run / parts.CHECKSUMS, *parts.of(run)]
-    listed = {path.name: _sha256(path) for path in members}
+    listed = {path.name: files.sha256_of(path) for path in members}
     try:
         write_whole(out, lambda file: _write(file, members, {SCHEMA: SCHEMA_VERSION, "files": listed}))
         return out.stat().st_size
@@ -51,16 +51,11 @@ def _write(file: IO[bytes], members: list[Path], about: dict[str, Any]) -> None:
             archive.writestr(zipfile.ZipInfo(path.name, _OLDEST), path.read_bytes(), zipfile.ZIP_DEFLATED)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return file_digest(file, "sha256").hexdigest()
-
-
 def sha256_of(pack: Path) -> str:
     """Return the hash that identifies a pack. Raises UserError if it cannot be read."""
     require_file(pack)
     try:
-        return _sha256(pack)
+        return files.sha256_of(pack)
     except OSError as error:
         raise io_error("read", pack, error) from error
 

@@ -128,7 +128,7 @@ def keep_checksums(folder: Path, parts: Collection[Path]) -> None:
 def checksums(folder: Path) -> dict[str, list[str]]:
     """Return all checksums recorded for each part's name. Raises UserError if the file cannot be read."""
     path = folder / CHECKSUMS
-    return _checksums(path, *_state(path)) if path.exists() else {}
+    return _checksums(path, *files.state_of(path)) if path.exists() else {}
 
 
 @lru_cache(8)
@@ -156,21 +156,9 @@ def why_other(part: Path) -> str | None:
     known = checksums(part.parent).get(part.name)
     if known is None:
         return f"{CHECKSUMS} does not list it, so this run did not write it"
-    if _sha256(part, *_state(part)) not in known:
+    if files.sha256_of(part) not in known:
         return f"it was changed after it was written, as {CHECKSUMS} shows"
     return None
-
-
-def _state(path: Path) -> tuple[int, int, int, int]:
-    """Return a key that changes whenever the file is written, so that cached results are not reused for new content."""
-    state = path.stat()
-    return state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
-
-
-@lru_cache(4096)
-def _sha256(part: Path, *_state: int) -> str:
-    with part.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 COMPRESSED_BYTES = 1 << 16

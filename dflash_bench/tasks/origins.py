@@ -6,7 +6,6 @@ together with the hash of the file that it applies to: rows changed since then h
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Iterable
@@ -41,18 +40,13 @@ def of_rows(path: Path) -> str | None:
     if not beside.exists():
         return in_cache([path])
     stored = files.toml_of(beside)
-    return str(stored.get("revision")) if stored.get("sha256") == _sha256(path) else None
+    return str(stored.get("revision")) if stored.get("sha256") == files.sha256_of(path) else None
 
 
 def write(path: Path, revision: str) -> None:
     """Write the revision of a file of rows beside it. Raises UserError if that fails."""
-    files.write_text(_beside(path), f'revision = "{revision}"\nsha256   = "{_sha256(path)}"\n')
+    files.write_text(_beside(path), f'revision = "{revision}"\nsha256   = "{files.sha256_of(path)}"\n')
 
 
 def _beside(path: Path) -> Path:
     return path.with_suffix(".origin.toml")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

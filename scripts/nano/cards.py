@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import dflash_bench as db
+from dflash_bench.core.files import sha256_of
 from dflash_bench.models import presets
 from dflash_bench.training import contamination
 from dflash_bench.training.cards import history_table, overlap_table
@@ -112,7 +112,7 @@ def write(
             "",
             ABOUT[name],
             "",
-            f"- weights: `{weights.name}`, sha256 `{_sha256(weights)}`",
+            f"- weights: `{weights.name}`, sha256 `{sha256_of(weights)}`",
             f"- extra data: {extra.name if extra else 'none'}",
             f"- recipe: `{json.dumps(own)}`",
         ]
@@ -132,11 +132,6 @@ def _tuning(name: str, sweep: dict[str, Any]) -> str:
     if name in sweep:
         return f"the best of short trainings, by held-out accepted length: `{json.dumps(sweep[name])}`"
     return "not swept"
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # Acceptance of the drafts of the DFlash family, side by side.

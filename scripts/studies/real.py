@@ -9,13 +9,13 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import file_digest
 from pathlib import Path
 
 import numpy as np
 
 from dflash_bench.analysis.cells import Cell
 from dflash_bench.analysis.metrics import BASELINE, COLUMN
+from dflash_bench.core.files import sha256_of
 from dflash_bench.measurements import energy
 from dflash_bench.report import columns, document
 from dflash_bench.report.document import Document
@@ -183,7 +183,7 @@ def page(work: Work, target: Path, made: Mapping[str, Sequence[Document]], pictu
         model=target.stem,
         command=work.command,
         machine=first.environment.one_line(),
-        hash=sha256(target),
+        hash=sha256_of(target),
         dtype=first.identity.dtype,
         tokens=NUM_TOKENS,
         doubts=doubts(runs),
@@ -263,8 +263,3 @@ def speed_ups(cell: Cell) -> list[str]:
         return []
     low, middle, high = np.quantile(ratios, [0, 0.5, 1])
     return [str(len(ratios)), str(int((ratios < 1).sum())), *(f"{value:.2f}" for value in (low, middle, high))]
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return file_digest(file, "sha256").hexdigest()

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from dflash_bench.analysis.stats import Interval
+from dflash_bench.core.files import sha256_of
 from dflash_bench.racing.recommendation import OUTCOMES
 from dflash_bench.report.tables import ABSENT, markdown, number, with_interval
 from studies._study import Made, Work, add_data, bench
-from studies.real import LIMITS, METHODS, NUM_TOKENS, sha256
+from studies.real import LIMITS, METHODS, NUM_TOKENS
 
 TAKES = "half an hour of a core for half a billion parameters"
 PAGES = ("speed/recommend-code-*.md",)
@@ -74,7 +75,7 @@ def make(work: Work, options: Namespace) -> Made:
         model=target.stem,
         command=work.command,
         machine=next(iter(found.values()))["machine"],
-        hash=sha256(target),
+        hash=sha256_of(target),
         limit=options.limit,
         tokens=NUM_TOKENS,
         sections="\n\n".join(_section(suite, one) for suite, one in found.items()),
