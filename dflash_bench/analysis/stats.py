@@ -156,8 +156,8 @@ class Statistic:
         return np.concatenate([1 / above, -1 / below], axis=-1)
 
 
-def ratio(top: Sequence[int], bottom: Sequence[int], scale: float = 1.0, *, at_most: float = float("inf")) -> Statistic:
-    return Statistic(tuple(top), tuple(bottom), scale, at_most=at_most)
+def ratio(top: Sequence[int], bottom: Sequence[int], *, at_most: float = float("inf")) -> Statistic:
+    return Statistic(tuple(top), tuple(bottom), at_most=at_most)
 
 
 def intervals(columns: Floats, statistics: Sequence[Statistic], *, seed: int = SEED) -> list[Interval | None]:

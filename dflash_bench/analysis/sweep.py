@@ -223,16 +223,10 @@ def _over_others(points: Sequence[Point], best: int) -> dict[int, Change]:
     changes = {pair: change for pair, change in pairs.items() if change is not None}
     ps = dict(zip(changes, stats.holm_where_tested([change.p for change in changes.values()]), strict=True))
     return {
-        sum(pair) - best: Change(_upwards(change.ratio, pair[1] == best), ps[pair])
+        sum(pair) - best: Change(change.ratio if pair[1] == best else change.ratio.inverse, ps[pair])
         for pair, change in changes.items()
         if best in pair
     }
-
-
-def _upwards(ratio: Interval, is_upwards: bool) -> Interval:
-    if is_upwards:
-        return ratio
-    return ratio.inverse
 
 
 def _change(before: int, after: int, points: Sequence[Point]) -> Change | None:

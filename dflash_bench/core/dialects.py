@@ -370,8 +370,10 @@ class Dialect:
     pages: tuple[str, ...]
     """Paths that distinguish it from other dialects, and that `identify` reads."""
     identify: Callable[[Pages], ServerInfo | None] | None
-    """None: its pages look like other servers', so the user must name it."""
-    """Return the server's info, or None for the pages of another dialect."""
+    """Return the server's info, or None for the pages of another dialect.
+
+    None in its place: the pages look like other servers', so the user must name it.
+    """
     call: Callable[[ServerRequest], tuple[str, dict[str, Any]]]
     """Return the path to post to, and the body."""
     read: Callable[[Mapping[str, Any], Any], None]

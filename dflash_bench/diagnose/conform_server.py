@@ -13,6 +13,7 @@ from itertools import chain
 from dflash_bench.core import methods
 from dflash_bench.core.dialects import WHOLE, AcceptanceCounts, Conversion, DecodedAnswer, remedy, rule_of
 from dflash_bench.core.errors import UserError
+from dflash_bench.core.labels import common_prefix_length
 from dflash_bench.core.methods import Method, parse
 from dflash_bench.core.option import check_options
 from dflash_bench.core.types import Divergence, Generation, Message, Settings
@@ -421,7 +422,8 @@ class Served:
             if not answer.hides_tokens and tokens != one.prompt.tokens:
                 yield RoundDifference(one.number, None, None, "tokens", one.prompt.tokens, tokens)
                 continue
-            if self._tells_rounds(answer) and (place := _first_other(one.emitted, answer.pieces[1:])) is not None:
+            place = common_prefix_length(one.emitted, answer.pieces[1:])
+            if self._tells_rounds(answer) and place < len(one.emitted):
                 step = one.prompt.rounds[place]
                 found = (answer.pieces[1 + place] - 1,) if place + 1 < len(answer.pieces) else ()
                 yield RoundDifference(one.number, place + 1, step.anchor_at, "accepted", (step.accepted,), found)
@@ -495,10 +497,3 @@ class Served:
 
 def _mean(rounds: Sequence[int], accepted: Sequence[int]) -> float | None:
     return sum(accepted) / sum(rounds) if sum(rounds) else None
-
-
-def _first_other(expected: Sequence[int], found: Sequence[int]) -> int | None:
-    """Return the first index at which two lists differ, or None."""
-    differing = (place for place, pair in enumerate(zip(expected, found, strict=False)) if pair[0] != pair[1])
-    shorter = None if len(expected) <= len(found) else len(found)
-    return next(differing, shorter)

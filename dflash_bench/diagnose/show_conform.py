@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dflash_bench.core.draft_kinds import name_of_kind
-from dflash_bench.core.labels import WIDTH, wrapped
+from dflash_bench.core.labels import WIDTH, common_prefix_length, wrapped
 from dflash_bench.diagnose.compare_rounds import DetailDifference, Explanation, How, RoundDifference
 from dflash_bench.diagnose.conform import Conformance, State
 from dflash_bench.report import render
@@ -125,9 +125,7 @@ def difference_text(difference: RoundDifference) -> str:
         place += ", decoded together with others"
     own, due = difference.found, difference.expected
     if difference.part == "tokens":
-        same = next((at for at, pair in enumerate(zip(own, due, strict=False)) if pair[0] != pair[1]), None)
-        at = min(len(own), len(due)) if same is None else same
-        return f"{place}: the answer is another from token {at} on"
+        return f"{place}: the answer is another from token {common_prefix_length(own, due)} on"
     if difference.part == "drafted":
         return f"{place}: drafts {_ids(own)}, and the publisher's code {_ids(due)}"
     if difference.part == "counts":

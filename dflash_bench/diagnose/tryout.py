@@ -74,13 +74,12 @@ def try_out(
     access: Access | None = None,
     model: str | None = None,
     tell: Callable[[str], object] = lambda _: None,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Tryout:
     """Ask a server for a minute. Raises UserError for an address without a server, and if it answers nothing."""
     tell("connecting")
-    with _connected(url, access or Access(ANSWER_S), model, clock) as backend:
+    with _connected(url, access or Access(ANSWER_S), model) as backend:
         chats = _chats()
-        answers, errors = _asked(backend, chats, tell, clock)
+        answers, errors = _asked(backend, chats, tell)
         pairs = [(given[0], _answer(backend, chats[kind][0])) for kind, given in answers.items() if given]
         (server,) = backend.servers.values()
         program = server.dialect.program
@@ -98,9 +97,9 @@ def try_out(
         )
 
 
-def _connected(url: str, access: Access, model: str | None, clock: Callable[[], float]) -> ServerBackend:
+def _connected(url: str, access: Access, model: str | None) -> ServerBackend:
     try:
-        return ServerBackend(parse([f"plain={url}"]), access, NUM_TOKENS, model=model, clock=clock)
+        return ServerBackend(parse([f"plain={url}"]), access, NUM_TOKENS, model=model)
     except UserError as error:
         raise of_one_address(error) from error
 
@@ -140,17 +139,16 @@ def _asked(
     backend: ServerBackend,
     chats: Mapping[str, Sequence[Sequence[Message]]],
     tell: Callable[[str], object],
-    clock: Callable[[], float],
 ) -> tuple[dict[str, list[Generation]], list[str]]:
     """Return the answers by kind, and errors. Raises UserError if not a single answer succeeds."""
-    end_s = clock() + ASKS_FOR_S
+    end_s = time.perf_counter() + ASKS_FOR_S
     answers: dict[str, list[Generation]] = {kind: [] for kind in chats}
     errors: list[str] = []
     tell("warming up")
     _answer(backend, chats["chat"][0])  # not counted: the first one may compile or load
     for number in range(MOST_PROMPTS):
         for kind, several in chats.items():
-            if clock() > end_s and all(answers.values()):
+            if time.perf_counter() > end_s and all(answers.values()):
                 return answers, errors
             tell(f"{kind}: answer {number + 1} of {MOST_PROMPTS}")
             given = _answer(backend, several[number])
@@ -160,7 +158,7 @@ def _asked(
                 errors.append(given.error)
         if not any(answers.values()):
             raise UserError(f"{backend.servers[next(iter(backend.servers))].address} answers nothing: {errors[-1]}")
-        if clock() > end_s:
+        if time.perf_counter() > end_s:
             break
     return answers, errors
 
@@ -185,7 +183,7 @@ def _result(
         drafts=None if not counted else any(one.total_drafted or one.total_accepted for one in counted),
         tokens_per_round=length,
         tokens_at_a_time=at_a_time(every),
-        num_same=sum(is_same(*pair) for pair in repeated),
+        num_same=sum(one.same_answer(other) for one, other in repeated),
         num_repeated=len(repeated),
         errors=tuple(errors),
         **{**about, "uncounted": None if counted else about["uncounted"]},
@@ -219,9 +217,3 @@ def at_a_time(answers: Sequence[Generation]) -> float | None:
     """Return the mean tokens in an event of the streams, after their first."""
     later = [size for one in answers for size in one.pieces[1:]]
     return sum(later) / len(later) if later else None
-
-
-def is_same(one: Generation, other: Generation) -> bool:
-    """Return whether two answers have the same tokens, or the same text where the server returns no token ids."""
-    hidden = one.hides_tokens or other.hides_tokens
-    return one.text == other.text if hidden else one.token_ids == other.token_ids

@@ -194,14 +194,10 @@ def cells_json(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 def _figures(cell: Cell, *, is_timing: bool) -> dict[str, Any]:
     return {
-        name: interval_json(interval)
+        name: json_value(interval)
         for name, interval in cell.figures.items()
         if METRICS[name].is_timing == is_timing and name not in ("exact", "passed")
     }
-
-
-def interval_json(interval: Interval) -> list[float | None]:
-    return [None if value is None else float(f"{value:.6g}") for value in (interval.value, interval.low, interval.high)]
 
 
 def comparison_json(
@@ -272,9 +268,9 @@ def versus_json(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
             "num_scored": versus.num_scored,
             "p_passed": versus.p_passed,
             "passed_verdict": versus.passed_verdict,
-            "passed_change": None if versus.passed is None else interval_json(versus.passed),
+            "passed_change": None if versus.passed is None else json_value(versus.passed),
             "ratios": {
-                name: {"ratio": interval_json(change.ratio), "p": change.p, "verdict": verdict(name, change)}
+                name: {"ratio": json_value(change.ratio), "p": change.p, "verdict": verdict(name, change)}
                 for name, change in versus.changes.items()
             },
         }

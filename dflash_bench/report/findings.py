@@ -69,7 +69,7 @@ def _finding(alike: Sequence[Observation]) -> Finding:
         tuple(seen.place for seen in alike),
         first.remedy,
         tuple(seen.values for seen in alike),
-        bool(first.forbids),
+        first.forbids,
     )
 
 

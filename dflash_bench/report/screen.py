@@ -175,7 +175,7 @@ def judged(document: Document, line: MethodLine) -> Share | None:
 def standing(document: Document, line: MethodLine) -> str:
     """Return a key of `MARKS`; empty where nothing was judged."""
     share = judged(document, line)
-    if num_wrong(document, line.method, line.settings.id):
+    if num_of(document, "mismatch", line.method, line.settings.id):
         return "wrong"
     if num_of(document, "unjudged", line.method, line.settings.id):
         return "unjudged"
@@ -304,7 +304,9 @@ def faults(document: Document) -> list[str]:
     """Return a sentence for each finding that forbids a speed-up, and for each method with wrong answers."""
     said = [f"No speed-up: {one.text}." for one in document.findings if one.forbids and one.kind != "mismatch"]
     for name, cells in _by_method(document):
-        wrong = sum(num_wrong(document, *place) for place in dict.fromkeys((c.method, c.settings.id) for c in cells))
+        wrong = sum(
+            num_of(document, "mismatch", *place) for place in dict.fromkeys((c.method, c.settings.id) for c in cells)
+        )
         if wrong:
             said.append(f"{name} is NOT exact: {_answers(wrong)} are not the target's own.")
     return said
@@ -318,11 +320,6 @@ def _by_method(document: Document) -> Iterator[tuple[str, list[Cell]]]:
 
 def _answers(number: int) -> str:
     return f"{number:,} answer{'' if number == 1 else 's'}"
-
-
-def num_wrong(document: Document, method: str, settings_id: str) -> int:
-    """Return how many answers of a method differ by more than rounding explains."""
-    return num_of(document, "mismatch", method, settings_id)
 
 
 def num_of(document: Document, kind: str, method: str, settings_id: str) -> int:

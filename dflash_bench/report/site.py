@@ -156,9 +156,9 @@ class RunListing:
         return f"{names.count(',') + 1} suites{f' ({source}' if source else ''}" if is_long else self.suites
 
 
-def listings(folder: Path = store.RUNS) -> list[RunListing]:
-    """Return the runs of a folder, the newest first."""
-    return [_listing(run) for run in store.newest_first(folder)]
+def listings() -> list[RunListing]:
+    """Return the runs of this folder, the newest first."""
+    return [_listing(run) for run in store.newest_first(store.RUNS)]
 
 
 def _listing(folder: Path) -> RunListing:

@@ -38,11 +38,11 @@ def number(value: float | None, digits: int = 2) -> str:
     return ABSENT if value is None else f"{value:,.{digits}f}"
 
 
-def bounds(interval: Interval | None, digits: int = 2) -> str:
+def bounds(interval: Interval | None) -> str:
     """Format bounds: `2.86 to 3.73`; "cannot tell" for bounds that are too far apart, empty without bounds."""
     if interval is None or interval.low is None or interval.high is None:
         return ""
-    return VAGUE if interval.is_vague else f"{number(interval.low, digits)} to {number(interval.high, digits)}"
+    return VAGUE if interval.is_vague else f"{number(interval.low)} to {number(interval.high)}"
 
 
 def few(interval: Interval, digits: int = 2) -> str:

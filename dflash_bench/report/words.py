@@ -135,9 +135,9 @@ def tally(document: Document, name: str, line: MethodLine | None = None) -> Shar
     return (sum(right for right, _ in known), sum(judged for _, judged in known)) if known else None
 
 
-def compared(document: Document, line: MethodLine | None = None) -> str:
+def compared(document: Document) -> str:
     """Return how answers were compared with the plain output: `token for token`, `as text`, or some of each."""
-    num, exact = num_as_text(document, line), tally(document, "exact", line)
+    num, exact = num_as_text(document), tally(document, "exact")
     if not num or not exact:
         return "token for token"
     return "as text" if num == exact[1] else f"token for token, but {num:,} as text"

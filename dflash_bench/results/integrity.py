@@ -104,9 +104,9 @@ def mask(which: Any, size: int) -> Any:
     return selected
 
 
-def _by_category(rows: Any, name: str, values: Sequence[Any], of_null: Any) -> Any:
-    """Return each row's entry of `values`, which follow the order of the column's categories, [rows]."""
-    return np.array([*values, of_null])[rows[name].cat.codes]
+def _by_method(rows: Any, values: Sequence[Any], of_null: Any) -> Any:
+    """Return each row's entry of `values`, which follow the order of the methods' categories, [rows]."""
+    return np.array([*values, of_null])[rows["method"].cat.codes]
 
 
 # Rows matched with the numbered answers of the plan: unexpected and duplicate rows, and the baseline's.
@@ -138,7 +138,7 @@ class PlanMatch:
         hashes = np.array([*(ref.prompt_hash for ref in refs), ""], dtype=object)
         prompt = _prompt_numbers(plan, rows)
         methods = pd.Index(plan.methods).get_indexer(rows["method"].cat.categories)
-        method = _by_category(rows, "method", methods.tolist(), -1)
+        method = _by_method(rows, methods.tolist(), -1)
         turn, repeat, settings = (rows[name].to_numpy() for name in ("turn", "repeat", "settings"))
         known = (np.minimum.reduce([prompt, method, turn, repeat, settings]) >= 0) & (repeat < plan.repeats)
         known &= (turn < turns[prompt]) & (rows["prompt_hash"].to_numpy() == hashes[prompt])
@@ -251,7 +251,7 @@ def unseen_times(info: RunInfo, settings: Sequence[Settings], rows: Any) -> Iter
         quickest_s = min(seconds for seconds in measured if seconds > 0)
         share = FASTEST if len(least_by_width(info)) > 1 else FASTEST_OF_ONE
         least_s = share * rows["least_pass_s"] * quickest_s / info.forwards.least_s
-        lossy = _by_category(rows, "method", list(map(is_lossy, rows["method"].cat.categories)), False)
+        lossy = _by_method(rows, list(map(is_lossy, rows["method"].cat.categories)), False)
         fast = ~rows["failed"] & ~lossy & (rows["mean_pass_s"] < least_s)
         yield "its passes were faster than the run's own over as many tokens", np.flatnonzero(fast)
 
@@ -407,7 +407,7 @@ def _contradictions(
     yield "marked exact, but its tokens differ from the plain answer's", np.flatnonzero(judged & exact & ~equal)
     yield "not marked exact, but its tokens are the plain answer's", np.flatnonzero(judged & ~exact & equal)
     greedy = _by_number(rows, [one.greedy for one in settings])
-    greedy &= ~_by_category(rows, "method", list(map(is_lossy, rows["method"].cat.categories)), False)
+    greedy &= ~_by_method(rows, list(map(is_lossy, rows["method"].cat.categories)), False)
     absent = greedy & compared & ~is_plain & ~labelled
     yield "decoded greedily, but not compared with the plain answer", np.flatnonzero(absent)
     wanted = {"all": ~failed, "divergent": labelled & ~exact}.get(str(identity.audit), np.False_)
@@ -421,7 +421,7 @@ def _unscored(identity: RunIdentity, match: PlanMatch, rows: Any) -> Iterator[tu
     for name, suite in identity.suites.items():
         if suite.scorer != "none" and not (without_code and suite.scorer in CODE_SCORERS):
             wanted |= (rows["suite"] == name) & ~rows["prompt_id"].isin(suite.unscored)
-    wanted &= ~_by_category(rows, "method", list(map(is_imposed, rows["method"].cat.categories)), False)
+    wanted &= ~_by_method(rows, list(map(is_imposed, rows["method"].cat.categories)), False)
     lacking = match.is_last_turn & ~rows["failed"] & ~rows["passed"] & ~rows["valued"]
     yield "not scored, although the suite has a scorer", np.flatnonzero(wanted & lacking)
 

@@ -52,7 +52,7 @@ def rows_file(data: DataSet, folder: Path) -> Path:
     paths = [folder / data.name / f"{data.split}.{kind}" for kind in ("jsonl", "parquet", "json")]
     found = next((path for path in paths if os.path.exists(path)), None)
     if found is None:
-        raise UserError(f"no rows for suite '{data.name}': looked for {paths[0]} and {paths[1]}")
+        raise UserError(f"no rows for suite '{data.name}': looked for {paths[0]}, .parquet and .json")
     return found
 
 

@@ -306,7 +306,6 @@ def test_what_deepspec_can_do_and_we_cannot_is_refused(change: dict[str, Any], m
 RAW = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 36, "draft_vocab_size": 5}
 RAW |= {key: value for key, value in BODY.items() if key not in ("head_dim", "rope_theta")}
 SPECFORGE = {**RAW, "architectures": ["LlamaForCausalLMEagle3"], "head_dim": 8, "rope_theta": 1000000}
-EAGLE = Eagle3Config(**OURS, draft_vocab_size=5, target_layer_ids=(1, 5, 8))
 
 
 def test_safeailab_eagle3(tmp_path: Path) -> None:

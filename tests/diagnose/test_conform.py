@@ -496,8 +496,5 @@ def test_a_server_without_prompts_of_ids_and_a_failed_answer(main: Main) -> None
     assert code == 1 and "failed: HTTP 500" in " ".join(out.split())
 
 
-def test_a_round_is_found_by_its_place() -> None:
-    assert conform_server._first_other([3, 1, 2], [3, 1, 2]) is None
-    assert conform_server._first_other([3, 1, 2], [3, 2, 1]) == 1
-    assert conform_server._first_other([3, 1, 2], [3, 1]) == 2
+def test_a_round_of_a_chain_has_no_verified_tree() -> None:
     assert CaseRound(3, (1, 2), 1).verified is None

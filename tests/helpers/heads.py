@@ -49,11 +49,6 @@ HEADS: dict[str, DFlashConfig] = {
 }
 
 
-def body_names() -> set[str]:
-    """The names of the parameters that every draft has."""
-    return {name for name, _ in DFlashDraft(DFLASH).named_parameters()}
-
-
 def draft_of(kind: str, scale: float = 8.0, **changes: Any) -> DFlashDraft:
     """A body with the same weights in every kind; a head of random weights, times `scale`: with 0 it does nothing."""
     draft = DFlashDraft(replace(HEADS[kind], **changes))

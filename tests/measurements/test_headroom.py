@@ -41,12 +41,6 @@ def run(folder: Path) -> db.Run:
     return measured(folder, "run", concurrency=(1, 2), temperature=(0.0, 1.0))
 
 
-def value(run: db.Run, method: str, settings: str, metric: str) -> float | None:
-    table = run.metrics()
-    found = table[(table["method"] == method) & (table["settings"] == settings) & (table["metric"] == metric)]
-    return float(found["value"].iloc[0]) if len(found) else None
-
-
 def test_the_best_token_alone_gives_what_was_measured_and_more_give_no_less(run: db.Run) -> None:
     greedy = [cell for cell in run.document.cells if cell.settings.greedy and cell.method != "ar"]
     assert {cell.settings.concurrency for cell in greedy} == {1, 2}

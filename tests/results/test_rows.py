@@ -174,9 +174,9 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     assert f"{lines_path}: it is a folder" in refusal(read, tmp_path)
 
 
-def test_a_folder_without_the_rows_names_both_files_looked_for(tmp_path: Path) -> None:
+def test_a_folder_without_the_rows_names_the_files_looked_for(tmp_path: Path) -> None:
     stem = tmp_path / "toy" / "test"
-    assert f"{stem}.jsonl and {stem}.parquet" in refusal(read, tmp_path) and "'toy'" in refusal(read, tmp_path)
+    assert f"{stem}.jsonl, .parquet and .json" in refusal(read, tmp_path) and "'toy'" in refusal(read, tmp_path)
 
 
 def test_cells_of_csv_may_hold_lines_and_what_is_empty_is_none(tmp_path: Path) -> None:

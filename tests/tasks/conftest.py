@@ -14,7 +14,7 @@ from helpers.sandboxes import BOXES, MARKER, Box, num_processes
 
 @pytest.fixture(params=BOXES)
 def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
-    """Nothing of a program is alive afterwards."""
+    """Nothing of a program is alive afterwards. They start warm, which `test_sandbox.py` holds against a cold start."""
     monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
     monkeypatch.setattr(sandbox, "subprocess", forked_supervisors.SUBPROCESS)
     yield request.param

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,8 @@ from dflash_bench.core.types import Prompt
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.sandbox import ProgramLimits, ProgramOutcome
 from dflash_bench.tasks.scorers import score
-from helpers import forked_supervisors
 from helpers.each import each
-from helpers.sandboxes import ASKED_BY_US, BOXES, MARKER, Box, num_processes
+from helpers.sandboxes import ASKED_BY_US, BOXES, Box
 
 LIMITS = ProgramLimits(cpu_s=3, wall_s=5.0)
 ENDLESS = ProgramLimits(cpu_s=1, wall_s=0.5)
@@ -59,15 +57,6 @@ ONCE_PASSED = [*CHEATS][:6]
 FARTHEST = [param for param in BOXES if param.values[0] in (*ASKED_BY_US[:1], *ASKED_BY_US[-1:])]
 """The cage with the most walls, and that with the fewest, in which a program is its keeper's own user."""
 in_the_farthest = pytest.mark.parametrize("box", FARTHEST, indirect=True)
-
-
-@pytest.fixture(params=BOXES)
-def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
-    """Nothing of a program is alive afterwards. They start warm, which `test_sandbox.py` holds against a cold start."""
-    monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
-    monkeypatch.setattr(sandbox, "subprocess", forked_supervisors.SUBPROCESS)
-    yield request.param
-    assert num_processes() == 0
 
 
 @pytest.mark.usefixtures("cold")

@@ -12,15 +12,15 @@ from dflash_bench.core.methods import draft_of
 from dflash_bench.core.types import CellKey
 from dflash_bench.results.run_info import DraftEntry, RunIdentity, RunInfo
 
-FORBIDS: Mapping[tuple[str, str], str] = {
-    ("mismatch", "engine"): "cell",
-    ("mismatch", "control"): "cell",
-    ("mismatch", "method"): "cell",
-    ("plain_drafts", ""): "cell",
-    ("nothing_drafted", "draft_of_server"): "cell",
-    ("hidden_time", ""): "cell",
+FORBIDDING = {
+    ("mismatch", "engine"),
+    ("mismatch", "control"),
+    ("mismatch", "method"),
+    ("plain_drafts", ""),
+    ("nothing_drafted", "draft_of_server"),
+    ("hidden_time", ""),
 }
-"""The scope of speed-ups that an observation forbids, by kind and remedy: its cell, or the whole run.
+"""Kind and remedy of the observations that forbid their cell's speed-up.
 
 A cell of plain decoding stands for every method compared with it. A forbidden speed-up is shown nowhere, its run
 exits with 1, and its check fails.
@@ -42,14 +42,13 @@ class Observation:
     """The numbers and names that show it."""
 
     @property
-    def forbids(self) -> str:
-        """The scope of the speed-ups it forbids: "cell", "run", or empty for none."""
-        return FORBIDS.get((self.kind, self.remedy), "")
+    def forbids(self) -> bool:
+        """Whether it forbids the speed-ups of its cell."""
+        return (self.kind, self.remedy) in FORBIDDING
 
     def forbids_speedup_of(self, cell: Cell) -> bool:
         is_here = (cell.suite, cell.settings) == (self.cell.suite, self.cell.settings)
-        is_part = is_here and self.cell.method in (BASELINE, cell.method)
-        return self.forbids == "run" or (self.forbids == "cell" and is_part)
+        return self.forbids and is_here and self.cell.method in (BASELINE, cell.method)
 
 
 def place_of(row: Any) -> dict[str, Any]:

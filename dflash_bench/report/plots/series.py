@@ -107,7 +107,7 @@ def sweep(material: Material) -> Any:
     order = sorted(rows, key=lambda row: -len(row[1]))
     names = [(*row, figure_id) for row in order for figure_id in FIGURES]
     series = list(dict.fromkeys(curve.series for swept in material.document.sweeps for curve in swept.curves))
-    figure, axes_of = panels(names, 2.2, lambda name: _title(*name))
+    figure, axes_of = panels(names, 2.2, lambda name: _title(name[1]))
     tops: list[float] = []
     for (option, suites, figure_id), axes in axes_of.items():
         swept = rows[option, suites]
@@ -134,7 +134,7 @@ def _drawn(swept: Sweep, suites: Sequence[str], figure_id: str) -> list[Interval
     return [interval for point in points if (interval := FIGURES[figure_id](point))]
 
 
-def _title(option: str, suites: Sequence[str], _figure_id: str) -> str:
+def _title(suites: Sequence[str]) -> str:
     """Return the suite; figure and option are labels of the axes."""
     return suites[0] if len(suites) == 1 else f"mean over {len(suites)} suites"
 
