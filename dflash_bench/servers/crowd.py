@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
+from traceback import format_exc
 from typing import Any, BinaryIO
 
 from dflash_bench.core import cluster, environment
@@ -166,6 +167,7 @@ class ProcessMember(Member):
     def __init__(self, process: Process) -> None:
         self.process = process
         self.owed: dict[int, asyncio.Future[Any]] = {}
+        self._gone: UserError | None = None
         self._number = count()
         self._reader = asyncio.create_task(self.read())
 
@@ -174,6 +176,8 @@ class ProcessMember(Member):
         return len(self.owed)
 
     async def call(self, what: Call | ServerCall) -> Any:
+        if self._gone is not None:
+            raise self._gone
         number = next(self._number)
         reply = self.owed[number] = asyncio.get_running_loop().create_future()
         try:
@@ -192,14 +196,12 @@ class ProcessMember(Member):
                 number, result = await receive(self.process.stdout)
                 self._settle(number, result)
         status = await self.process.wait()
+        self._gone = UserError(
+            f"--clients: a client process exited with status {status}; continue the run with --resume, and with fewer "
+            "clients if memory was short"
+        )
         for number in [*self.owed]:
-            self._settle(
-                number,
-                UserError(
-                    f"--clients: a client process exited with status {status}; continue the run with --resume, and "
-                    "with fewer clients if memory was short"
-                ),
-            )
+            self._settle(number, self._gone)
 
     async def close(self) -> None:
         assert self.process.stdin is not None
@@ -210,7 +212,7 @@ class ProcessMember(Member):
         waiting = self.owed.get(number)
         if waiting is None or waiting.done():
             return
-        if isinstance(result, UserError):
+        if isinstance(result, Exception):
             waiting.set_exception(result)
         else:
             waiting.set_result(result)
@@ -367,11 +369,13 @@ async def _start_in_cluster(num: int, address: str) -> Sequence[Member]:
 
 
 async def answer(client: LoadClient, number: int, call: Call | ServerCall, replies: asyncio.StreamWriter) -> None:
-    """Send the result of a call, or the UserError that it raised."""
+    """Send the result of a call, or the error that it raised; one that is not the user's with its traceback."""
     try:
         result = await client.result(call)
     except UserError as error:
         result = error
+    except Exception:  # noqa: BLE001 - raised by the scheduling process, which would wait for ever
+        result = RuntimeError(f"in a client:\n{format_exc()}")
     await send(replies, (number, result))
 
 

@@ -91,6 +91,24 @@ def test_a_client_that_ends_stops_the_run_with_a_remedy() -> None:
         served(opened, LOADS[0], lambda: _kill(opened))
 
 
+def test_a_client_that_ends_between_two_loads_stops_the_next() -> None:
+    with FakeServer(**DOES) as server, backend(server, max_new_tokens=LENGTH, num_clients=2) as opened:
+        served(opened, LOADS[0])
+        assert opened.crowd is not None
+        os.kill(opened.crowd.members[-1].process.pid, signal.SIGKILL)
+        with pytest.raises(UserError, match=r"status -9; continue the run with --resume"):
+            served(opened, LOADS[0])
+
+
+def test_an_error_of_a_client_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeServer(**DOES) as server, backend(server, max_new_tokens=LENGTH, num_clients=2) as opened:
+        sound = crowd.ServerCall.of
+        monkeypatch.setattr(crowd.ServerCall, "of", lambda *of: replace(sound(*of), dialect="unheard of"))
+        with pytest.raises(ExceptionGroup) as raised:
+            served(opened, LOADS[0])
+    assert raised.group_contains(RuntimeError, match="(?s)in a client:.*KeyError: 'unheard of'")
+
+
 def _kill(opened: ServerBackend) -> None:
     assert opened.crowd is not None
     os.kill(opened.crowd.members[0].process.pid, signal.SIGKILL)
