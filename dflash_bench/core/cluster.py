@@ -50,7 +50,7 @@ def refuse_silent(address: str) -> None:
         raise UserError(f"--ray-address takes HOST:PORT, such as 10.0.0.1:6379, not {address[:60]}")
     try:
         socket.create_connection((match[1], int(match[2])), timeout=CONNECT_S).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:
         raise UserError(f"nothing answers at --ray-address {address}: {error}; see 'ray start --head'") from error
 
 
@@ -72,8 +72,8 @@ def connect(address: str | None, num_cpus: int = 0) -> Any:
         tell(f"connecting to Ray at {address}")
         try:
             ray.init(address=address, **usual)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            remedy = "if that cluster asks for a token, set RAY_AUTH_MODE=token"
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            remedy = "if that cluster asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
             raise UserError(f"--ray-address {address}: {first_line(error)[:200]}; {remedy}") from error
     return ray
 

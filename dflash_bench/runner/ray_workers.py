@@ -102,6 +102,8 @@ class RayPool(WorkerPool):
     def only(self, labels: Sequence[str]) -> RayPool:
         """Return the same workers for another run, with some of the methods. Lost workers are left out."""
         identities = self._asked_of_all("limit_to", labels)
+        for worker in self._abouts.keys() & self._actors.keys() - identities.keys():
+            del self._actors[worker]
         if not identities:
             raise UserError("no worker is left; what they measured is saved: the same command continues")
         pool = copy.copy(self)
@@ -147,17 +149,19 @@ class RayPool(WorkerPool):
     def _lost(self) -> tuple[type[Exception], ...]:
         """Ray's errors for a lost worker."""
         errors = self.ray.exceptions
-        return errors.RayActorError, errors.WorkerCrashedError, errors.NodeDiedError, errors.OutOfMemoryError
+        return (
+            errors.RayActorError, errors.WorkerCrashedError, errors.NodeDiedError, errors.OutOfMemoryError,
+            errors.ObjectLostError,  # a large result, on a machine that is cut off
+        )  # fmt: skip
 
-    def _asked(self, call: str, *values: Any) -> Any:
-        """Return the result of a call to the first live worker. Raises UserError if it does not respond in time."""
-        ref = getattr(self._actors[min(self._actors)], call).remote(*values)
-        try:
-            if self.ray.wait([ref], timeout=ANSWER_S)[0]:
-                return self._value(ref)
-        except self._lost:
-            pass
-        raise UserError("a worker was lost before it measured anything; start the run again")
+    def _asked(self, call: str, *values: Any, within_s: float = ANSWER_S) -> Any:
+        """Return the result of a call to the first worker that responds in time. Raises UserError if none does."""
+        for worker in sorted(self._abouts.keys() & self._actors.keys()):
+            ref = getattr(self._actors[worker], call).remote(*values)
+            with suppress(*self._lost):
+                if self.ray.wait([ref], timeout=within_s)[0]:
+                    return self._value(ref)
+        raise UserError("no worker responds, and nothing was measured yet; start the run again")
 
     def _asked_of_all(self, call: str, *values: Any) -> dict[int, Any]:
         """Return the results of a call by worker, without those that are lost, still load or do not respond in time."""
@@ -201,7 +205,7 @@ class RayPool(WorkerPool):
                 self._events.append(event)
         self._at_first = list(range(num_workers))
         self.environment = self._first["environment"]
-        self.forwards = self._asked("forwards")
+        self.forwards = self._asked("forwards", within_s=START_S)
 
     def judge_report(self) -> JudgeReport:
         """Collect the reports of the workers that have measured; the answers of lost workers were judged before.

@@ -80,7 +80,8 @@ def pool_of(*abouts: dict[str, Any], said: Sequence[Any] = ()) -> ray_workers.Ra
     pool = object.__new__(ray_workers.RayPool)
     pool._abouts, pool._at_first, pool._nodes = dict(enumerate(abouts)), [*range(len(abouts))], ["a"]
     pool._limited = None
-    lost = dict.fromkeys(("RayActorError", "WorkerCrashedError", "NodeDiedError", "OutOfMemoryError"), LostError)
+    names = ("RayActorError", "WorkerCrashedError", "NodeDiedError", "OutOfMemoryError", "ObjectLostError")
+    lost = dict.fromkeys(names, LostError)
     errors = SimpleNamespace(RayTaskError=RuntimeError, **lost)
 
     def get(ref: Ref) -> Any:
@@ -130,7 +131,7 @@ def test_a_worker_that_is_lost_or_never_came_is_not_waited_for(lost: Any) -> Non
     assert pool_of(known, said=[alive, LATE]).judge_report() == alive
     with pytest.raises(UserError, match="--resume"):
         pool_of(known, known, said=[lost, lost, LATE]).judge_report()
-    with pytest.raises(UserError, match="a worker was lost"):
+    with pytest.raises(UserError, match="no worker responds"):
         pool_of(known, said=[lost])._asked("forwards")
 
 
@@ -141,6 +142,7 @@ def test_another_run_begins_with_the_workers_that_are_left() -> None:
     pool._pending = {Ref(LATE): 2}
     limited = pool.only(["ar"])
     assert late == [["ar"]]
+    assert limited._asked("check_chats") == few, "not the lost one, nor the one that still loads"
     assert limited.describe()["methods"] == {"ar": {}} and limited.describe()["workers"]["number"] == 1
     ready = limited.wait()
     assert isinstance(ready, Ready) and ready.worker == 1 and ready.about["environment"] == MACHINE
