@@ -100,7 +100,7 @@ class Follower:
 def main() -> None:
     """Repeat the leader's calls until it ends."""
     source: Source = pickle.load(sys.stdin.buffer)
-    parallel.connect(parallel.IDLE)
+    parallel.follow()
     follower = Follower(source)
     while True:
         try:

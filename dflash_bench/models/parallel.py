@@ -9,14 +9,17 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -33,7 +36,9 @@ CODE = "from dflash_bench.engine.parallel import main; main()"
 IDLE = timedelta(days=7)
 """How long a follower waits for the next call. That the leader has exited, it notices at once."""
 POLL_S, COME_S = 0.01, 300.0
-"""How often the first process looks for the others, and for how long; the others wait as long for a store's value."""
+"""How often processes look for the others, and for how long."""
+STORE = "DFLASH_BENCH_STORE"
+"""The environment variable with the path of the file by which followers find the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +52,10 @@ class Announcement:
 
 
 class Followers:
-    """The follower processes, ranks 1 and up."""
+    """The follower processes, ranks 1 and up, and the folder of the file by which they found the leader."""
 
-    def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
-        self.processes = processes
+    def __init__(self, processes: list[subprocess.Popen[bytes]], folder: Path | None = None) -> None:
+        self.processes, self.folder = processes, folder
         self._is_announced = self._is_closed = False
         atexit.register(self.close)
 
@@ -70,10 +75,12 @@ class Followers:
             call = Announcement(of, method, tuple(map(on_cpu, args)), shared)
             distributed.broadcast_object_list([call], src=0, device=CPU)
             yield
-        except RuntimeError as error:
+        except BaseException as error:
             # Followers have exited, or wait in the middle of this call, so no further call can be announced.
-            status = self._ended()
+            status = self._ended() if isinstance(error, RuntimeError) else None
             self.close()
+            if not isinstance(error, RuntimeError):
+                raise
             why = first_line(error) if status is None else f"a process exited with status {status}"
             raise UserError(
                 f"--tensor-parallel: {why}; continue with --resume, and with more processes if memory was short"
@@ -98,6 +105,11 @@ class Followers:
             process.wait()
         if distributed.is_initialized():
             distributed.destroy_process_group()
+        # Otherwise a training in this process would wait for the others.
+        for name in _environment(0, 1):
+            os.environ.pop(name, None)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 _leading: list[Followers] = []
@@ -118,29 +130,59 @@ def received() -> Announcement:
 def start(size: int, source: object) -> Followers:
     """Start `size` - 1 followers, which load the target from `source`, and connect them.
 
-    A process leads one group at a time: the followers of an earlier group are ended.
+    A process leads one group at a time: the followers of an earlier group are ended. Raises UserError if a follower
+    ends before it has connected.
     """
     for earlier in _leading:
         earlier.close()
     _leading.clear()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    processes = []
+    folder, processes = Path(tempfile.mkdtemp(prefix="dflash-bench-")), list[subprocess.Popen[bytes]]()
+    followers = Followers(processes, folder)
+    _leading.append(followers)
     for rank in range(1, size):
         process = subprocess.Popen(
             [sys.executable, "-c", CODE],
             stdin=subprocess.PIPE,
-            env=os.environ | _environment(rank, size, port) | _alike(),
+            env=os.environ | _environment(rank, size) | {STORE: str(folder / "store")} | _alike(),
             start_new_session=True,
         )
         assert process.stdin is not None
         pickle.dump(source, process.stdin)
         process.stdin.close()
         processes.append(process)
-    os.environ.update(_environment(0, size, port))
-    connect(IDLE)
-    _leading.append(Followers(processes))
-    return _leading[0]
+    os.environ.update(_environment(0, size))
+    try:
+        _connect_here(folder / "store", 0, size, followers)
+    except (RuntimeError, UserError):
+        followers.close()
+        raise
+    return followers
+
+
+def follow() -> None:
+    """Join the leader's group, as a follower."""
+    _connect_here(Path(os.environ[STORE]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+
+def _connect_here(file: Path, rank: int, size: int, followers: Followers | None = None) -> None:
+    """Join a process group of this machine, whose processes listen on its loopback interface only.
+
+    Raises UserError if one does not come within `COME_S`, or has exited.
+    """
+    store: Store = distributed.FileStore(str(file), size)  # type: ignore[attr-defined]
+    end = time.monotonic() + COME_S
+    store.add("joined", 1)
+    while (joined := store.add("joined", 0)) < size:
+        ended = [code for one in (followers.processes if followers else ()) if (code := one.poll()) is not None]
+        if ended or time.monotonic() > end:
+            why = f"a process exited with status {ended[0]}" if ended else f"of {size} processes {joined} came"
+            raise UserError(f"--tensor-parallel: {why}; give fewer processes if memory was short")
+        time.sleep(POLL_S)
+    distributed.init_process_group(_backend(), timeout=IDLE, store=store, rank=rank, world_size=size)
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def connect(limit: timedelta) -> Store:
@@ -150,8 +192,7 @@ def connect(limit: timedelta) -> Store:
     """
     shared, rank, size = next(rendezvous("env://"))
     store: Store = PrefixStore(agreed_name(shared, rank, size), shared)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    distributed.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
+    distributed.init_process_group(_backend(), timeout=limit, store=store, rank=rank, world_size=size)
     return store
 
 
@@ -186,11 +227,11 @@ def _alike() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
 
-def _environment(rank: int, size: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
+def _environment(rank: int, size: int) -> dict[str, str]:
+    """Return environment variables by which transformers knows its part, and all groups listen on the loopback."""
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    part = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    return part if loopback is None else part | {"GLOO_SOCKET_IFNAME": loopback}
 
 
 def options_of(config: Any, size: int) -> dict[str, Any]:

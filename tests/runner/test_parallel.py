@@ -87,6 +87,26 @@ def test_a_pass_that_fails_here_ends_the_others(monkeypatch: pytest.MonkeyPatch)
     assert other.returncode == -signal.SIGKILL
 
 
+def test_a_process_that_ends_before_it_is_connected_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "CODE", "raise SystemExit(3)")
+    with pytest.raises(UserError, match="--tensor-parallel: a process exited with status 3; give fewer"):
+        parallel.start(2, "no source is read")
+    assert not {"RANK", "WORLD_SIZE"} & os.environ.keys()
+
+
+def test_an_interrupted_pass_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls that clean up are not announced to processes that wait in the middle of the pass."""
+    announced: list[object] = []
+    monkeypatch.setattr(parallel.distributed, "broadcast_object_list", lambda calls, **_: announced.extend(calls))
+    with subprocess.Popen(["sleep", "600"]) as other:
+        followers = parallel.Followers([other])
+        with pytest.raises(KeyboardInterrupt), followers.announced("target", "forward", (), {}):
+            raise KeyboardInterrupt
+        with followers.announced("target", "tap", (), {}):
+            pass
+    assert other.returncode == -signal.SIGKILL and len(announced) == 1
+
+
 class CacheInOtherMode:
     """A cache that a pass fills, and the path of a tree is kept in."""
 
