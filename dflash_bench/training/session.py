@@ -275,9 +275,9 @@ def perform(request: TrainRequest, tell: Tell) -> Path | None:
     if request.init is not None:
         _begun(prepared)  # before anything is written that another --init would have to match
     if group.is_first:
-        files.check_same_options(
-            request.out / "work" / f"{request.method}.json", request.values(*DECISIVE, "rate", "seed"), "a training"
-        )
+        # The number of processes decides how many rows a step has, and so how many steps there are.
+        decisive = request.values(*DECISIVE, "rate", "seed") | {"processes": group.size}
+        files.check_same_options(request.out / "work" / f"{request.method}.json", decisive, "a training")
     folders = collect(prepared, tell)
     items = stored(folders, request.answer_tokens)
     trained, held_out = split(items, request.seed)

@@ -172,6 +172,12 @@ def test_an_interrupted_training_goes_on_and_ends_as_an_unbroken_one(
 
     with pytest.raises(KeyboardInterrupt):
         session.perform(request(target, tmp_path / "broken", method=method), interrupt)
+    begun = tmp_path / "broken" / "work" / f"{method}.json"
+    by_one = json.loads(begun.read_text())
+    begun.write_text(json.dumps(by_one | {"processes": 2}))
+    with pytest.raises(UserError, match="a training with processes 2, not 1"):
+        performed(request(target, tmp_path / "broken", method=method))
+    begun.write_text(json.dumps(by_one))
     broken = performed(request(target, tmp_path / "broken", method=method))
     assert (whole / "model.safetensors").read_bytes() == (broken / "model.safetensors").read_bytes()
 
