@@ -92,12 +92,16 @@ def test_a_client_that_ends_stops_the_run_with_a_remedy() -> None:
 
 
 def test_a_client_that_ends_between_two_loads_stops_the_next() -> None:
-    with FakeServer(**DOES) as server, backend(server, max_new_tokens=LENGTH, num_clients=2) as opened:
-        served(opened, LOADS[0])
-        assert opened.crowd is not None
-        os.kill(opened.crowd.members[-1].process.pid, signal.SIGKILL)
-        with pytest.raises(UserError, match=r"status -9; continue the run with --resume"):
-            served(opened, LOADS[0])
+    """It is asked only after this process has seen that it ended."""
+
+    async def asked() -> None:
+        member = await crowd._start_process()
+        member.process.kill()
+        await member._reader
+        await asyncio.wait_for(member.call(Call.CLOCK), 10)
+
+    with pytest.raises(UserError, match=r"status -9; continue the run with --resume"):
+        asyncio.run(asked())
 
 
 def test_an_error_of_a_client_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
