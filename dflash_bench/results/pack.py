@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import zipfile
+import zlib
 from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
@@ -68,7 +69,7 @@ def unpack(pack: Path, into: Path) -> None:
             listed = _listed(pack, archive)
             for name, hash_ in listed.items():
                 _extract(pack, archive, name, hash_, folder / name)
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError) as error:
         raise UserError(f"cannot read {pack}: not a pack of 'dflash-bench submit' ({error})") from error
     except OSError as error:
         raise io_error("read", pack, error) from error
