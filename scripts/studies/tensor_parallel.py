@@ -138,23 +138,19 @@ def make(work: Work, options: Namespace) -> Made:
 
 def _splits(work: Work, name: str, sizes: Sequence[int], options: Namespace) -> list[Split]:
     """Run a target by each number of processes."""
-    model = NANO if name == NANO else str(_random_model(work.folder / "models" / name, name))
+    folder = NANO_FOLDER if name == NANO else _random_model(work.folder / "models" / name, name)
     splits = []
     for size in sizes:
         run = work.run(
             f"{name}-{size}",
-            *("--model", model, "--device", "cpu"),
+            *("--model", NANO if name == NANO else folder, "--device", "cpu"),
             *(word for suite in SUITES for word in ("--suite", suite)),
             *(word for method in METHODS for word in ("--method", method)),
             *("--limit", options.limit, "--max-new-tokens", options.tokens),
             *(("--engine", "transformers") if size == 1 else ("--tensor-parallel", size)),
         )
         info, rows = store.load(run)
-        splits.append(
-            Split(
-                size, info, rows, _held_bytes(NANO_FOLDER / "target" if name == NANO else Path(model) / "target", size)
-            )
-        )
+        splits.append(Split(size, info, rows, _held_bytes(folder / "target", size)))
     return splits
 
 
