@@ -422,8 +422,11 @@ def _unscored(identity: RunIdentity, match: PlanMatch, rows: Any) -> Iterator[tu
         if suite.scorer != "none" and not (without_code and suite.scorer in CODE_SCORERS):
             wanted |= (rows["suite"] == name) & ~rows["prompt_id"].isin(suite.unscored)
     wanted &= ~_by_method(rows, list(map(is_imposed, rows["method"].cat.categories)), False)
-    lacking = match.is_last_turn & ~rows["failed"] & ~rows["passed"] & ~rows["valued"]
+    is_scored = rows["passed"] | rows["valued"]
+    lacking = match.is_last_turn & ~rows["failed"] & ~is_scored
     yield "not scored, although the suite has a scorer", np.flatnonzero(wanted & lacking)
+    of_code = [name for name, suite in identity.suites.items() if without_code and suite.scorer in CODE_SCORERS]
+    yield "scored by code that the run did not run", np.flatnonzero(rows["suite"].isin(of_code) & is_scored)
 
 
 def _by_cell(kind: str, what: str, which: Any, rows: Any, names: Sequence[str]) -> Iterator[Problem]:

@@ -92,7 +92,7 @@ def recorded(info: RunInfo, where: str) -> Plan:
     plan = Plan(methods, info.plan.repeats, prompts, settings_of(info.identity, where))
     if info.measured is None:
         return plan
-    if info.identity.order != DRAWN:
+    if info.identity.order != DRAWN or info.options.entry("budget") is None:
         raise UserError(
             f"{where}: `measured` is of a run with a time limit, which this is not; restore the original file"
         )
@@ -121,11 +121,16 @@ def sha256(stored: Mapping[str, Any]) -> str:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how the JSON of two plans differs, with one differing prompt per suite as an example."""
+    """Yield how the JSON of two plans differs, with one differing prompt per suite as an example.
+
+    The order counts: a run with a time limit measures the first prompts.
+    """
     for name in ("methods", "repeats"):
         if then[name] != now[name]:
             yield f"{name} were {json.dumps(then[name])}, now {json.dumps(now[name])}"
     for suite in sorted(then["prompts"].keys() | now["prompts"].keys()):
-        old, new = ({tuple(prompt) for prompt in plan["prompts"].get(suite, [])} for plan in (then, now))
-        if old != new:
-            yield f"{len(old ^ new)} prompts of {suite} differ, such as {min(old ^ new)[0]}"
+        old, new = ([tuple(prompt) for prompt in plan["prompts"].get(suite, [])] for plan in (then, now))
+        if other := {*old} ^ {*new}:
+            yield f"{len(other)} prompts of {suite} differ, such as {min(other)[0]}"
+        elif old != new:
+            yield f"the prompts of {suite} come in another order"

@@ -4,8 +4,8 @@ Each is declared once, by `check`. Rows are checked when they are written, where
 and whenever they are read. Checks across rows (overlapping answers, sums over the run) are in `integrity.py`. They find
 mistakes, including the engine's own bookkeeping, and careless edits; they do not detect a row forged to satisfy all.
 
-A failed generation is only required to have an error and no verdict. Valid are also an answer without rounds, an
-answer with hidden rounds (null lists), and a single token, which takes no time to decode.
+A failed generation is only required to have an error and no verdict. Valid are also an answer without rounds, a
+server's answer with hidden rounds (null lists), and a single token, which takes no time to decode.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from dflash_bench.results.row_arrays import COUNTS, SECONDS, RowArrays, RunFacts
 
 TOKENS = ("num_hidden_tokens", "num_first_tokens", "num_cached_tokens")
 TOTALS = ("total_rounds", "total_drafted", "total_accepted")
+OF_SERVERS = (*TOKENS, *TOTALS, "counted_by")
+"""Columns that are null in rows of the own engine: it hides no tokens, and stores rounds in place of their totals."""
 THINKING = ("num_thinking_tokens", "num_thinking_chars")
 VERDICTS = {
     "exactness": ("first_divergence", "divergence_gap", "divergence_tolerance"),
@@ -280,6 +282,16 @@ def _before_the_run(rows: RowArrays) -> Any:
 # Counts and tokens
 
 
+@check(PHYSICS, "{} is missing, which the engine always stores", *COUNTS, *SECONDS, "drafted_ids")
+def _hidden_from_the_engine(rows: RowArrays, name: str) -> Any:
+    return rows.facts.is_engine & (rows.lengths(name) < 0)
+
+
+@check(PHYSICS, "{} is set, which only servers report", *OF_SERVERS)
+def _as_of_a_server(rows: RowArrays, name: str) -> Any:
+    return rows.facts.is_engine & rows.is_known(name)
+
+
 @check(PHYSICS, "drafted_ids or drafted_parents are not as many as were drafted")
 def _ids_off_count(rows: RowArrays) -> Any:
     return rows.ids_off_count
@@ -429,12 +441,16 @@ Decode = Callable[[Sequence[Sequence[int]]], Sequence[str]]
 OTHER = "its text is not what its tokens say"
 
 
+def decodable(batch: Any) -> list[int]:
+    """Return the rows of an Arrow batch whose tokens can be decoded: those that have any, and did not fail."""
+    succeeded = batch.column("error").is_null().to_numpy(zero_copy_only=False)
+    rows: list[int] = np.flatnonzero(succeeded & (lengths_of(batch.column("token_ids")) > 0)).tolist()
+    return rows
+
+
 def other(batch: Any, decode: Decode) -> list[int]:
     """Return the rows of an Arrow batch whose text, or its thinking part, does not match their tokens."""
-    has_tokens = batch.column("error").is_null().to_numpy(zero_copy_only=False) & (
-        lengths_of(batch.column("token_ids")) > 0
-    )
-    rows = np.flatnonzero(has_tokens).tolist()
+    rows = decodable(batch)
     tokens = [batch.column("token_ids")[row].as_py() for row in rows]
     decoded: Sequence[str | None]
     try:

@@ -235,6 +235,21 @@ EDITS: dict[str, tuple[Callable[[Row], Row], Callable[[], Callable[[Row], bool]]
         lambda: once("ar"),
         "it has more thinking than tokens or text",
     ),
+    "rounds hidden": (
+        lambda row: dict.fromkeys((*LISTS, "drafted_ids", "drafted_parents")) | {"total_rounds": 2},
+        lambda: once("dflash"),
+        "drafted is missing, which the engine always stores",
+    ),
+    "drafts hidden": (
+        lambda row: {"drafted_ids": None, "drafted_parents": None},
+        lambda: once("dflash"),
+        "drafted_ids is missing, which the engine always stores",
+    ),
+    "tokens that only servers hide": (
+        lambda row: {"token_ids": [], "num_hidden_tokens": len(row["token_ids"]), **dict.fromkeys(LISTS)},
+        lambda: once("dflash"),
+        "num_hidden_tokens is set, which only servers report",
+    ),
     "an audit of float32 that excuses 25 logits": (
         excused(26, 25),
         lambda: once("dflash"),
