@@ -69,8 +69,8 @@ def accept(
     1 if a check is refuted. Lists what cannot be verified, such as times.
     """
     from dflash_bench.report import rechecks
-    from dflash_bench.submissions.accept import AcceptRequest
     from dflash_bench.submissions.accept import accept as recheck
+    from dflash_bench.submissions.request import AcceptRequest
 
     folder = out or Path("accepted") / pack.stem
     request = AcceptRequest(pack, share, seed, by, target, tuple(draft or ()), data, prompts, trust_remote_code)

@@ -323,12 +323,15 @@ class ChosenModel(StoredModel):
 class ResumedProcess(StoredModel):
     started: str | None = None
     sandbox: str | None = None
+    environment: Environment | None = None
+    boot: str | None = None
     dropped: Whole = 0
     """Number of stored answers left out."""
 
 
 class WorkerEntry(StoredModel):
     machine: Whole
+    environment: Environment | None = None
 
 
 NumTurns = Annotated[int, Field(gt=0, lt=2**31)]
@@ -373,6 +376,12 @@ class RunInfo(StoredModel):
     boot: str | None = None
     """An id of the machine since its last boot, for shards."""
     _entries = model_validator(mode="after")(_check_entries)
+
+    @property
+    def environments(self) -> list[Environment]:
+        """The machines of all processes and workers of the run, as far as they are recorded."""
+        others = [*(one.environment for one in self.resumed), *(one.environment for one in self.workers)]
+        return [self.environment, *filter(None, others)]
 
 
 FILE = "run.json"

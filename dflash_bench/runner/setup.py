@@ -291,8 +291,11 @@ def device_and_dtype(request: RunRequest, num_gpus: int) -> tuple[str, str]:
         _refuse_parts(request.tensor_parallel, device, num_gpus)
     if request.quantize is not None:
         quantization.check(request.quantize, device)
-    dtype = request.dtype or ("float32" if kind == "cpu" else "bfloat16")
-    return device, dtype
+    return device, request.dtype or default_dtype(device)
+
+
+def default_dtype(device: str) -> str:
+    return "float32" if device == "cpu" else "bfloat16"
 
 
 def _refuse_parts(num: int, device: str, num_gpus: int) -> None:

@@ -6,7 +6,8 @@ their plausibility is assessed. The functions are pure: `accept` does the measur
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +19,14 @@ from dflash_bench.core.types import Answer, Divergence, Generation
 from dflash_bench.results import plan as plans
 from dflash_bench.results import run_info
 from dflash_bench.results.plan import BASELINE
-from dflash_bench.results.recheck import CheckedPart
+from dflash_bench.results.recheck import CheckedPart, State
 from dflash_bench.results.run_info import ForwardTimes, RunInfo
 from dflash_bench.results.table import RunTable
 from dflash_bench.tasks.scorers.base import Score
 
-OF_PLAN = ("suites", "max_new_tokens", "settings", "seed", "repeats")
+OF_PLAN = ("suites", "max_new_tokens", "settings", "seed", "repeats", "order")
 """Identity fields that decide prompts and decoding, in addition to the plan."""
-OF_MODELS = ("target", "revisions", "dtype", "quantize", "stop_ids", "context_length", "methods", "drafts")
+OF_MODELS = ("engine", "target", "revisions", "dtype", "quantize", "stop_ids", "context_length", "methods", "drafts")
 """Identity fields that decide the weights."""
 OF_TARGET = ("revisions",)
 """The same for runs on servers, where only the judge's target is loaded."""
@@ -34,6 +35,13 @@ WHERE = ("source", "revision")
 MOST_NAMED = 3
 OFF = 2.0
 """Tolerated factor between two machines of the same kind: load, cooling, versions."""
+OFF_PLAIN = 1.5
+"""The same for a method's time as a ratio to plain decoding's, which load and cooling change less."""
+LEAST_TIMED = 3
+"""The least answers of a method from which its time is compared."""
+OFF_LENGTH = 0.05
+"""How much rounding can change a method's tokens per round. Between float32 and bfloat16, which round further apart
+than two machines do, nano's changed by at most 1.7 %."""
 CACHED_BYTES = 64 << 20
 """Smaller weights may be read from a processor's cache, which is faster than memory."""
 
@@ -68,10 +76,36 @@ def same_plan(
     return _finding("plan", found, 1, "the same prompts, settings and limits here")
 
 
-def same_models(then: Mapping[str, Any], now: Mapping[str, Any], is_served: bool) -> CheckedPart:
-    """Compare the weights named by the identities."""
-    found = [*_differences(then, now, OF_TARGET if is_served else OF_MODELS)]
+def same_models(
+    then: Mapping[str, Any], now: Mapping[str, Any], is_served: bool, own_parts: Collection[str] = ()
+) -> CheckedPart:
+    """Compare the weights named by the identities.
+
+    A part in `own_parts` is the user's copy, with another name. A hub id with its commit and the hash of a folder's
+    weights cannot be compared.
+    """
+    keys, then, now = OF_TARGET if is_served else OF_MODELS, _unnamed(then, own_parts), _unnamed(now, own_parts)
+    weights, weights_now = (dict(one.get("revisions") or {}) for one in (then, now))
+    other = [part for part in own_parts if _is_commit(weights.get(part)) != _is_commit(weights_now.get(part))]
+    known, known_now = ({part: one[part] for part in one if part not in other} for one in (weights, weights_now))
+    found = [*_differences({**then, "revisions": known}, {**now, "revisions": known_now}, keys)]
+    if other and not found:
+        said = [f"{part} was {weights.get(part)} and is {weights_now.get(part)} here" for part in sorted(other)]
+        return CheckedPart(check="models", state="unchecked", what=f"{'; '.join(said)}, which cannot be compared")
     return _finding("models", found, 1, "the same target here" if is_served else "the same target and drafts here")
+
+
+def _is_commit(revision: str | None) -> bool:
+    return "@" in (revision or "")
+
+
+def _unnamed(identity: Mapping[str, Any], own_parts: Collection[str]) -> dict[str, Any]:
+    """Return the identity without the names of these parts."""
+    drafts = {
+        part: {**draft, "name": None} if part in own_parts else draft
+        for part, draft in (identity.get("drafts") or {}).items()
+    }
+    return {**identity, "drafts": drafts, **({"target": None} if "target" in own_parts else {})}
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any], keys: Sequence[str]) -> Iterator[str]:
@@ -87,45 +121,72 @@ def _comparable(value: Any) -> Any:
     return {key: one for key, one in kept.items() if one is not None}
 
 
-def tokens(redone: Sequence[Redone]) -> CheckedPart:
-    """Compare stored verdicts with the judge's; for sampled decoding, compare tokens with the regenerated answers."""
-    wrong, told, silent = [], 0, 0
-    for one in redone:
-        stored = one.stored
-        if one.is_judged:
-            claims = stored.audit or ("mismatch" if stored.exactness == "mismatch" else "exact")
-            now = one.departure.verdict if one.departure is not None else "exact"
-            told += 1
-            if (claims == "mismatch") != (now == "mismatch"):
-                wrong.append(
-                    f"{one.place}: stored as {claims}, and the judge finds {now} ({one.departure or 'no gap'})"
-                )
-        elif one.has_same_tokens:
-            told += 1
-        else:
-            silent += 1
-    what = f"{told} of {len(redone)} sampled answers match their stored verdicts"
-    if silent:
-        what += f"; {silent} that the judge cannot check came out differently here"
-    return _finding("tokens", wrong, told, what)
+def failures(num_failed: int, num_answers: int) -> CheckedPart:
+    """Report failed answers, which nothing says anything about: a wrong answer could be passed off as one."""
+    state: State = "doubtful" if num_failed else "confirmed"
+    return CheckedPart(check="failures", state=state, what=f"{num_failed} of {num_answers} answers failed")
 
 
-def counts(redone: Sequence[Redone], is_same_kind: bool) -> CheckedPart:
+def tokens(redone: Sequence[Redone], is_alike: bool) -> CheckedPart:
+    """Compare stored verdicts with the judge's; for sampled decoding, compare tokens with the regenerated answers.
+
+    `is_alike`: whether this machine rounds as the run's, so that sampling draws the same tokens again.
+    """
+    wrong = [problem for one in redone if one.is_judged and (problem := _misjudged(one))]
+    judged = [one for one in redone if one.is_judged]
+    drawn = [one for one in redone if not one.is_judged and one.again is not None]
+    other = [one for one in drawn if not one.has_same_tokens]
+    what = f"{len(judged)} of {len(redone)} sampled answers match their stored verdicts"
+    if drawn:
+        what += f"; {len(drawn) - len(other)} of {len(drawn)} that the judge cannot check came out the same here"
+    if silent := len(redone) - len(judged) - len(drawn):
+        what += f"; {silent} cannot be checked here"
+    certain = [one for one in drawn if is_alike and not one.stored.settings.is_shared]
+    if 2 * sum(not one.has_same_tokens for one in certain) > len(certain):
+        wrong += [f"{one.place}: other tokens than here" for one in certain if not one.has_same_tokens]
+    if other and not wrong:
+        return CheckedPart(check="tokens", state="doubtful", what=what)
+    return _finding("tokens", wrong, len(judged) + len(drawn), what)
+
+
+def _misjudged(one: Redone) -> str:
+    """Return how the stored verdict contradicts the judge's; empty if it does not."""
+    stored = one.stored
+    claims = stored.audit or ("mismatch" if stored.exactness == "mismatch" else "exact")
+    now = one.departure.verdict if one.departure is not None else "exact"
+    if (claims == "mismatch") == (now == "mismatch"):
+        return ""
+    return f"{one.place}: stored as {claims}, and the judge finds {now} ({one.departure or 'no gap'})"
+
+
+def counts(redone: Sequence[Redone], is_alike: bool) -> CheckedPart:
     """Compare the rounds of sampled answers with those of the regenerated answers.
 
-    On the same kind of machine, rounds must be equal. On another kind, rounding can change a draft token: if at most
-    half of the answers differ, the result is doubtful rather than refuted.
+    On a machine that rounds alike, they must be equal. Elsewhere, and for answers decoded concurrently, rounding can
+    change a draft token: if the tokens per round are the same within `OFF_LENGTH`, the result is doubtful.
     """
-    here = [one for one in redone if one.has_same_tokens and one.stored.generation.accepted is not None]
-    compared = [one for one in here if not is_by_chance(one.stored.method)]
+    drafting = [one for one in redone if methods.name_of(one.stored.method) != BASELINE]
+    compared = [one for one in drafting if one.has_same_tokens and not is_by_chance(one.stored.method)]
     other = [one for one in compared if rounds_of(one.stored.generation) != rounds_of(one.again)]
     what = f"{len(compared) - len(other)} of {len(compared)} sampled answers have the same rounds here"
-    if len(redone) > len(compared):
-        what += f"; {len(redone) - len(compared)} cannot be drafted again"
-    if other and not is_same_kind and 2 * len(other) <= len(compared):
+    if len(drafting) > len(compared):
+        what += f"; {len(drafting) - len(compared)} cannot be drafted again"
+    certain = [one for one in other if is_alike and not one.stored.settings.is_shared]
+    wrong = [f"{one.place}: {_lengths([one])}" for one in certain]
+    for label, own in _by_method(compared).items():
+        stored, here = _per_round([one.stored.generation for one in own]), _per_round([one.again for one in own])
+        if abs(stored / here - 1) > OFF_LENGTH:
+            wrong.append(f"{shown(label)}: {_lengths(own)}")
+    if other and not wrong:
         return CheckedPart(check="counts", state="doubtful", what=f"{what}; tokens per round {_lengths(compared)}")
-    wrong = [f"{one.place}: {_lengths([one])}" for one in other]
     return _finding("counts", wrong, len(compared), what)
+
+
+def _by_method(redone: Iterable[Redone]) -> dict[str, list[Redone]]:
+    found = defaultdict(list)
+    for one in redone:
+        found[one.stored.method].append(one)
+    return found
 
 
 def is_by_chance(label: str) -> bool:
@@ -136,19 +197,20 @@ def is_by_chance(label: str) -> bool:
 
 
 def rounds_of(generation: Generation | None) -> tuple[Any, ...]:
-    """Return the drafted, accepted and emitted tokens of each round."""
+    """Return the drafted, verified, accepted and emitted tokens of each round."""
     if generation is None:
         return ()
-    return generation.drafted, generation.drafted_ids, generation.accepted, generation.emitted
+    own = generation
+    return own.drafted, own.drafted_ids, own.drafted_parents, own.verified, own.accepted, own.emitted
 
 
 def _lengths(several: Sequence[Redone]) -> str:
     stored = _per_round([one.stored.generation for one in several])
-    return f"{stored:.2f} stored, {_per_round([one.again for one in several if one.again is not None]):.2f} here"
+    return f"{stored:.2f} stored, {_per_round([one.again for one in several]):.2f} here"
 
 
-def _per_round(generations: Sequence[Generation]) -> float:
-    accepted = [count for one in generations for count in one.accepted or ()]
+def _per_round(generations: Iterable[Generation | None]) -> float:
+    accepted = [count for one in generations if one is not None for count in one.accepted or ()]
     return 1 + sum(accepted) / max(len(accepted), 1)
 
 
@@ -171,17 +233,21 @@ def _score(one: Answer | Score) -> str:
     return str(one.passed if one.passed is not None else value)
 
 
-def texts(num_wrong: int, num_answers: int) -> CheckedPart:
-    """Report texts that differ from their decoded tokens."""
-    wrong = [f"{num_wrong} of {num_answers} texts differ from their decoded tokens"] if num_wrong else []
-    return _finding("texts", wrong, num_answers, f"{num_answers} texts match their tokens")
+def texts(num_wrong: int, num_decoded: int, num_answers: int) -> CheckedPart:
+    """Report texts that differ from their decoded tokens; answers may have no tokens to decode."""
+    wrong = [f"{num_wrong} of {num_decoded} texts differ from their decoded tokens"] if num_wrong else []
+    what = f"{num_decoded} of {num_answers} texts match their tokens"
+    return _finding("texts", wrong, num_decoded, what + "; the rest cannot be decoded" * (num_decoded < num_answers))
 
 
-def times(table: RunTable, kind: str, here: ForwardTimes | None, here_kind: str) -> CheckedPart:
+def times(
+    table: RunTable, here: ForwardTimes | None, unlike: Sequence[str], redone: Sequence[Redone] = ()
+) -> CheckedPart:
     """Assess the plausibility of a run's times.
 
-    They are doubtful if forward passes exceed the memory bandwidth, if they differ from this machine's by more than
-    `OFF` although it is of the same kind, or if plain decoding is slower than its own forward passes.
+    They are doubtful if forward passes exceed the memory bandwidth, or if plain decoding is slower than its own forward
+    passes. On a machine that is not `unlike` the run's, also if passes differ by more than `OFF` from those here, or a
+    method's time by more than `OFF_PLAIN` from the regenerated answers', both as ratios to plain decoding.
     """
     info = table.info
     measured = info.forwards
@@ -192,13 +258,42 @@ def times(table: RunTable, kind: str, here: ForwardTimes | None, here_kind: str)
     rate = measured.size.weight_bytes / measured.least_s
     said = [f"not recomputed; its passes read {rate / 1e9:,.1f} GB/s of weights"]
     doubts = [*_beyond(measured, rate, info), *_slow_plain(table)]
-    if here is not None and here.least_s is not None and kind == here_kind:
+    if unlike:
+        said.append(f"{'; '.join(unlike)}, so they cannot be compared")
+    elif here is not None and here.least_s is not None:
         ratio = here.least_s / measured.least_s
         beside = f"{ratio:.2f} times as fast as here, on the same kind of machine"
         (doubts if ratio > OFF or ratio < 1 / OFF else said).append(beside)
-    else:
-        said.append(f"this machine ({here_kind}) is of another kind, so they cannot be compared")
+        doubts += _other_than_plain(redone)
     return CheckedPart(check="times", state="doubtful" if doubts else "unchecked", what="; ".join([*said, *doubts]))
+
+
+def _other_than_plain(redone: Sequence[Redone]) -> Iterator[str]:
+    """Yield methods whose stored times, beside plain decoding's, are not those of the regenerated answers."""
+    seconds = {label: _seconds(own) for label, own in _by_method(filter(is_timed, redone)).items()}
+    plain, plain_here = seconds.pop(BASELINE, (0.0, 0.0))
+    for label, (stored, here) in seconds.items():
+        ratio = stored / here * plain_here / plain if stored and plain else 1.0
+        if not 1 / OFF_PLAIN <= ratio <= OFF_PLAIN:
+            yield f"{shown(label)} took {ratio:.2f} times as long as here, compared with plain decoding"
+
+
+def is_timed(one: Redone) -> bool:
+    """Return whether an answer's time can be compared: decoded alone, and in the same rounds here."""
+    return (
+        not one.stored.settings.is_shared
+        and one.has_same_tokens
+        and rounds_of(one.stored.generation) == rounds_of(one.again)
+    )
+
+
+def _seconds(redone: Sequence[Redone]) -> tuple[float, float]:
+    """Return the seconds of decoding, stored and here; zeros for too few answers."""
+    if len(redone) < LEAST_TIMED:
+        return 0.0, 0.0
+    pairs = [(one.stored.generation.decode_s, one.again.decode_s) for one in redone if one.again is not None]
+    stored, again = map(sum, zip(*pairs, strict=True))
+    return stored, again
 
 
 def _beyond(measured: ForwardTimes, rate: float, info: RunInfo) -> list[str]:
@@ -209,11 +304,19 @@ def _beyond(measured: ForwardTimes, rate: float, info: RunInfo) -> list[str]:
     own = max(measured.bandwidth, measured.read_bandwidth or 0.0)
     if rate > OFF * own:
         found.append(f"more than the {own / 1e9:,.1f} GB/s that the run itself measured")
-    names = [gpu.name for gpu in info.environment.gpus] if (info.identity.device or "").startswith("cuda") else []
+    names = [gpu.name for gpu in info.environment.gpus][: _num_gpus(info)]
     peaks = [peak for name, peak in PEAK_BANDWIDTH.items() if any(name in one for one in names)]
     if peaks and rate > sum(peaks) * max(1, len(names)):
         found.append(f"more than the {max(peaks) / 1e9:,.0f} GB/s of {names[0]}")
     return found
+
+
+def _num_gpus(info: RunInfo) -> int | None:
+    """Return how many of the machine's GPUs compute the target; None: all that it is spread over."""
+    identity = info.identity
+    if not (identity.device or "").startswith("cuda"):
+        return 0
+    return None if info.options.entry("device_map") is not None else identity.tensor_parallel or 1
 
 
 def _slow_plain(table: RunTable) -> list[str]:

@@ -23,7 +23,8 @@ from dflash_bench.results.recheck import Recheck
 from dflash_bench.results.run_info import read_info
 from dflash_bench.runner.setup import open_local
 from dflash_bench.submissions import accept as accepting
-from dflash_bench.submissions.accept import AcceptRequest, accept
+from dflash_bench.submissions.accept import accept
+from dflash_bench.submissions.request import AcceptRequest
 from helpers.forging import FORGERIES, Info, Rows, forge, other_token
 from studies._study import Made, Work, tell
 

@@ -128,6 +128,34 @@ def other_token(row: Answer) -> Answer:
     return replace(row, generation=replace(said(own, tokens), drafted_ids=drafted_ids))
 
 
+def without_rounds(own: Generation) -> Generation:
+    """The answer as of a server that tells only the sums of its rounds: its acceptance is then free text."""
+    hidden = dict.fromkeys(("drafted", "drafted_ids", "accepted", "emitted", "draft_s", "verify_s", "round_s"))
+    num = max((len(own.token_ids) - 1) // 16, 1)
+    totals = {"total_rounds": num, "total_drafted": 15 * num, "total_accepted": 15 * num}
+    return replace(own, **hidden, **totals)  # type: ignore[arg-type]
+
+
+def without_tokens(row: Answer) -> Answer:
+    """The same, with hidden tokens: its text and its score are then free, too."""
+    hidden = replace(
+        without_rounds(row.generation), token_ids=(), num_hidden_tokens=len(row.generation.token_ids), text="#### 42"
+    )
+    return replace(row, generation=hidden, audit=None, departure=None, measured={})
+
+
+def unscored(row: Answer) -> Answer:
+    return replace(row, passed=row.passed or None)
+
+
+def failed(row: Answer) -> Answer:
+    """The answer as one that failed, if it was wrong."""
+    if row.passed is not False:
+        return row
+    unjudged = replace(row, exactness=None, divergence=None, audit=None, departure=None, passed=None, answer=None)
+    return replace(unjudged, generation=row.generation.refused("out of memory"), measured={}, pass_s=None)
+
+
 def of_another_prompt(rows: list[Answer]) -> list[Answer]:
     """Each prompt has the answers of the next one."""
     num = len({row.method for row in rows})
@@ -148,6 +176,28 @@ def fewer_prompts(content: dict[str, Any]) -> None:
 def without_the_first(rows: list[Answer]) -> list[Answer]:
     first = rows[0].prompt_id
     return [row for row in rows if row.prompt_id != first]
+
+
+def picked(content: dict[str, Any]) -> None:
+    """Only the first prompt was measured, as under a time limit."""
+    content["identity"]["order"] = "drawn"
+    content["measured"] = {"gsm8k": 1}
+
+
+def picked_in_time(content: dict[str, Any]) -> None:
+    """The same, and the limit is among the options."""
+    prompts = content["plan"]["prompts"]["gsm8k"]
+    content["plan"]["prompts"]["gsm8k"] = [*prompts[-1:], *prompts[:-1]]
+    content["options"]["budget"] = "3s"
+    picked(content)
+
+
+def of_the_first(rows: list[Answer]) -> list[Answer]:
+    return [row for row in rows if row.prompt_id == rows[0].prompt_id]
+
+
+def of_the_last(rows: list[Answer]) -> list[Answer]:
+    return [row for row in rows if row.prompt_id == rows[-1].prompt_id]
 
 
 def faster(factor: float) -> Callable[[dict[str, Any]], None]:
@@ -210,6 +260,7 @@ FORGERIES = (
     Forgery(
         "a method's times, a fiftieth", "arithmetic", "refuted", rows=each(lambda row: scaled(row, 0.02), "dflash")
     ),
+    Forgery("a method's times, a third", "times", "doubtful", rows=each(lambda row: scaled(row, 0.34), "dflash")),
     Forgery(
         "all times and passes, a fifth", "times", "doubtful", rows=each(lambda row: scaled(row, 0.2)), info=faster(0.2)
     ),
@@ -226,5 +277,18 @@ FORGERIES = (
     Forgery("a higher limit of tokens", "arithmetic", "refuted", info=identity(max_new_tokens=64)),
     Forgery("another seed", "plan", "refuted", info=identity(seed=7)),
     Forgery("other weights named", "models", "refuted", info=with_other_weights),
+    Forgery("rounds hidden, and their sums", "arithmetic", "refuted", rows=of_generation(without_rounds, "dflash")),
+    Forgery(
+        "the same, of another engine",
+        "models",
+        "refuted",
+        rows=of_generation(without_rounds, "dflash"),
+        info=identity(engine="other"),
+    ),
+    Forgery("tokens hidden, and another text", "arithmetic", "refuted", rows=each(without_tokens, "dflash")),
+    Forgery("prompts picked as if in time", "arithmetic", "refuted", rows=of_the_first, info=picked),
+    Forgery("the same, with a time limit", "plan", "refuted", rows=of_the_last, info=picked_in_time),
+    Forgery("wrong answers marked as failed", "failures", "doubtful", rows=each(failed)),
+    Forgery("wrong answers left unscored", "arithmetic", "refuted", rows=each(unscored)),
     Forgery("another dtype named", "models", "refuted", info=identity(dtype="bfloat16")),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from dflash_bench.core.types import Divergence
 from dflash_bench.results.run_info import RunInfo
@@ -13,27 +14,63 @@ from helpers import runs
 from helpers.each import each
 
 
-def redone(num: int, num_other: int) -> list[Redone]:
-    """Answers drafted again, of which the first so many drafted another token here."""
+def redone(num: int, num_other: int, **changes: Any) -> list[Redone]:
+    """Answers drafted again, of which the first so many are drafted with these changes here, or with another token."""
     rows = [row for row in runs.answers(num) if row.method == "dflash"]
     again = [row.generation for row in rows]
-    again[:num_other] = [replace(one, drafted_ids=(5, *(one.drafted_ids or ())[1:])) for one in again[:num_other]]
+    again[:num_other] = [
+        replace(one, **(changes or {"drafted_ids": (5, *(one.drafted_ids or ())[1:])})) for one in again[:num_other]
+    ]
     return [Redone(row, one, is_judged=True) for row, one in zip(rows, again, strict=True)]
 
 
+def shared(several: list[Redone]) -> list[Redone]:
+    """The same answers, decoded concurrently where they were measured."""
+    return [
+        replace(one, stored=replace(one.stored, settings=replace(one.stored.settings, concurrency=4)))
+        for one in several
+    ]
+
+
 @each(
-    "num_other, is_same_kind, state",
+    "num_other, is_alike, state",
     [
         (0, True, "confirmed"),
         (0, False, "confirmed"),
         (1, True, "refuted"),
         (1, False, "doubtful"),
-        (4, False, "doubtful"),
-        (5, False, "refuted"),
+        (8, False, "doubtful"),
     ],
 )
-def test_another_processor_may_draft_otherwise_now_and_then(num_other: int, is_same_kind: bool, state: str) -> None:
-    assert checks.counts(redone(8, num_other), is_same_kind).state == state
+def test_another_processor_may_draft_otherwise_now_and_then(num_other: int, is_alike: bool, state: str) -> None:
+    assert checks.counts(redone(8, num_other), is_alike).state == state
+
+
+def test_other_acceptance_is_refuted_on_any_machine() -> None:
+    assert checks.counts(redone(8, 8, accepted=(4, 4, 4, 4)), is_alike=False).state == "refuted"
+
+
+def test_rounding_may_change_what_was_drafted_concurrently() -> None:
+    assert checks.counts(shared(redone(8, 1)), is_alike=True).state == "doubtful"
+
+
+@each(
+    "num_other, is_alike, state",
+    [(0, True, "confirmed"), (2, True, "doubtful"), (8, True, "refuted"), (8, False, "doubtful")],
+)
+def test_sampled_answers_that_differ_here_are_no_match(num_other: int, is_alike: bool, state: str) -> None:
+    unjudged = [replace(one, is_judged=False) for one in redone(8, num_other, token_ids=(1, 2, 3))]
+    assert checks.tokens(unjudged, is_alike).state == state
+    if num_other == 8:
+        assert checks.tokens(shared(unjudged), is_alike).state == "doubtful"
+
+
+def test_what_nothing_can_check_is_unchecked() -> None:
+    silent = [replace(one, is_judged=False, again=None) for one in redone(8, 0)]
+    plain = [Redone(row, row.generation, is_judged=True) for row in runs.answers(4) if row.method == "ar"]
+    assert checks.tokens(silent, is_alike=True).state == "unchecked"
+    assert checks.counts([*silent, *plain], is_alike=True).state == "unchecked"
+    assert checks.texts(0, 0, 8).state == "unchecked"
 
 
 @each(
@@ -52,7 +89,7 @@ def test_tokens_are_what_they_are_stored_as(stored: str, found: Divergence | Non
         replace(one, stored=replace(one.stored, audit=stored), departure=found)  # type: ignore[arg-type]
         for one in redone(2, 0)
     ]
-    assert checks.tokens(judged).state == state
+    assert checks.tokens(judged, is_alike=True).state == state
 
 
 def info(weight_bytes: float, least_s: float, *gpus: str) -> RunInfo:
@@ -70,7 +107,7 @@ def info(weight_bytes: float, least_s: float, *gpus: str) -> RunInfo:
     [
         (16e9, 0.008, ("NVIDIA H100 80GB HBM3",), "unchecked"),  # 2.0 TB/s
         (16e9, 0.0045, ("NVIDIA H100 80GB HBM3",), "doubtful"),  # 3.6 TB/s
-        (16e9, 0.0045, ("NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3"), "unchecked"),
+        (16e9, 0.0045, ("NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3"), "doubtful"),  # one of them computed
         (16e9, 0.0025, (), "doubtful"),  # 6.4 TB/s, where 3 were measured
         (14e6, 0.000001, (), "unchecked"),  # in a cache
     ],
@@ -80,4 +117,20 @@ def test_passes_that_read_faster_than_memory_are_doubtful(
 ) -> None:
     drafted = [row for row in runs.answers(2) if row.method == "dflash"]
     table = RunTable("run", info(weight_bytes, least_s, *gpus), runs.frame_of(drafted))
-    assert checks.times(table, "theirs", None, "ours").state == state
+    assert checks.times(table, None, ["another"]).state == state
+
+
+@each("factor, state", [(1.0, "unchecked"), (0.8, "unchecked"), (0.34, "doubtful"), (3.0, "doubtful")])
+def test_a_method_that_was_faster_beside_plain_decoding_than_here_is_doubtful(factor: float, state: str) -> None:
+    again = [Redone(row, row.generation, is_judged=True) for row in runs.answers(4)]
+    scaled = [
+        replace(one, stored=replace(one.stored, generation=replace(own, decode_s=factor * own.decode_s)))
+        if one.stored.method == "dflash"
+        else one
+        for one in again
+        for own in [one.stored.generation]
+    ]
+    sound = info(14e6, 0.000001)
+    table = RunTable("run", sound, runs.frame_of([row for row in runs.answers(2) if row.method == "dflash"]))
+    assert checks.times(table, sound.forwards, [], scaled).state == state
+    assert checks.times(table, sound.forwards, ["another"], scaled).state == "unchecked"

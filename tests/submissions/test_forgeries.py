@@ -19,7 +19,8 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.results import pack, recheck, store
 from dflash_bench.results.recheck import CheckedPart
 from dflash_bench.submissions import accept as accepting
-from dflash_bench.submissions.accept import AcceptRequest, accept
+from dflash_bench.submissions.accept import accept
+from dflash_bench.submissions.request import AcceptRequest
 from helpers.each import each as cases
 from helpers.forging import FORGERIES, Forgery, each, forge
 

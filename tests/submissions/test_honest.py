@@ -11,7 +11,8 @@ import pytest
 import dflash_bench as db
 from dflash_bench.results import pack
 from dflash_bench.results.merge import merge
-from dflash_bench.submissions.accept import AcceptRequest, accept
+from dflash_bench.submissions.accept import accept
+from dflash_bench.submissions.request import AcceptRequest
 from helpers.each import each
 
 USUAL: dict[str, Any] = {"model": "nano", "suite": "gsm8k", "methods": ["dflash"], "limit": 2, "max_new_tokens": 16}
@@ -34,8 +35,8 @@ OFTEN: Sequence[tuple[dict[str, Any], set[str]]] = [
 ]
 IN_FULL: Sequence[tuple[dict[str, Any], set[str]]] = [
     ({"methods": ["eagle3-tree", "ddtree"]}, set()),
-    ({"methods": ["suffix"]}, set()),
-    ({"methods": ["dflash:block=auto"]}, set()),
+    ({"methods": ["suffix"]}, {"counts"}),
+    ({"methods": ["dflash:block=auto"]}, {"counts"}),
     ({"methods": ["ngram", "lookahead"]}, set()),
     ({"thinking": "both"}, set()),
     ({"dtype": "bfloat16"}, set()),
