@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,31 +10,14 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub import constants
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.models import hub, presets
 from helpers import tiny
 from helpers.each import each
+from helpers.fake_hub import NEW, OLD, FakeHub
 
 Main = Callable[..., tuple[int, str, str]]
-OLD, NEW = "0" * 40, "1" * 40
-
-
-class Hub:
-    """Make a hub of ids and their folders; `heads` are the commits of their branches."""
-
-    def __init__(self, folders: dict[str, Path], cache: Path) -> None:
-        self.folders, self.heads, self.cache = folders, dict.fromkeys(folders, OLD), cache
-
-    def model_info(self, name: str, revision: str, timeout: float) -> SimpleNamespace:
-        return SimpleNamespace(sha=revision if hub.COMMIT.fullmatch(revision) else self.heads[name])
-
-    def download(self, name: str, revision: str, **_choice: Any) -> str:
-        folder = self.cache / name.replace("/", "--") / revision
-        if not folder.exists():
-            shutil.copytree(self.folders[name], folder)
-        return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +26,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def served(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    served = Hub({"org/target": model / "target", "org/draft": model / "dflash"}, tmp_path / "cache")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(
-        huggingface_hub.HfApi, "model_info", lambda _self, *words, **named: served.model_info(*words, **named)
-    )
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", served.download)
-    return served
+def served(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    folders = {"org/target": model / "target", "org/draft": model / "dflash"}
+    return FakeHub(folders, tmp_path / "cache").applied(monkeypatch)
 
 
 def words(out: str, target: str = "org/target", draft: str = "org/draft") -> list[str]:
@@ -75,7 +52,7 @@ def info(folder: str) -> Any:
     return json.loads((Path(folder) / "run.json").read_text())
 
 
-def test_a_run_records_what_a_name_meant_and_says_that_it_can_move(main: Main, served: Hub) -> None:
+def test_a_run_records_what_a_name_meant_and_says_that_it_can_move(main: Main, served: FakeHub) -> None:
     code, _, err = main(*words("run"))
     assert code == 0, err
     assert f"note: target is not pinned: it is org/target@{OLD} now" in err
@@ -89,7 +66,7 @@ def test_a_run_records_what_a_name_meant_and_says_that_it_can_move(main: Main, s
     )
 
 
-def test_what_names_its_commits_is_pinned(main: Main, served: Hub) -> None:
+def test_what_names_its_commits_is_pinned(main: Main, served: FakeHub) -> None:
     code, out, err = main(*words("run", f"org/target@{NEW}", f"org/draft@{OLD}"))
     assert code == 0, err
     assert "pinned" not in err and "can move" not in out
@@ -97,12 +74,12 @@ def test_what_names_its_commits_is_pinned(main: Main, served: Hub) -> None:
     assert info("run")["identity"]["revisions"] == {"target": f"org/target@{NEW}", "dflash": f"org/draft@{OLD}"}
 
 
-def test_a_branch_is_not_pinned(main: Main, served: Hub) -> None:
+def test_a_branch_is_not_pinned(main: Main, served: FakeHub) -> None:
     assert main(*words("run", "org/target@main", f"org/draft@{OLD}"))[0] == 0
     assert info("run")["identity"]["unpinned"] == ["target"]
 
 
-def test_resume_and_compare_refuse_another_commit(main: Main, served: Hub) -> None:
+def test_resume_and_compare_refuse_another_commit(main: Main, served: FakeHub) -> None:
     assert main(*words("old"))[0] == 0
     finished = info("old")
     (Path("old") / "run.json").write_text(json.dumps(finished | {"state": "unfinished", "finished": None}))
@@ -120,7 +97,7 @@ def test_resume_and_compare_refuse_another_commit(main: Main, served: Hub) -> No
         assert code == 2 and f"{part}@{OLD}" in err and f"{part}@{NEW}" in err, err
 
 
-def test_what_is_loaded_is_what_was_looked_at(main: Main, served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_loaded_is_what_was_looked_at(main: Main, served: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = iter([OLD, NEW, NEW, NEW, NEW, NEW])
     monkeypatch.setattr(
         huggingface_hub.HfApi,
