@@ -45,7 +45,9 @@ def accept(
     share: Annotated[
         float, Option(metavar="SHARE", min=0.0, max=1.0, help="Share of the answers to recompute, at least 20 answers.")
     ] = 0.05,
-    seed: Annotated[int | None, Option(metavar="N", min=0, help="Seed of the sample. Default: random.")] = None,
+    seed: Annotated[
+        int | None, Option(metavar="N", min=0, max=2**32 - 1, help="Seed of the sample. Default: random.")
+    ] = None,
     by: Annotated[str | None, Option(metavar="NAME", help="Your name, shown on the site.")] = None,
     target: Annotated[
         str | None, Option(metavar="PATH|ID", help="The target on this machine. Default: as in the run.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import zipfile
 import zlib
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
@@ -23,16 +24,23 @@ from dflash_bench.results.table import read_run
 
 LIST = "pack.json"
 MEMBER = re.compile(r"run\.json|parts\.sha256|part-[0-9]+(-[0-9]+)?\.parquet")
-MOST_MEMBERS, MOST_BYTES = 10_000, 4 << 30
-"""Limits far above any real run, against zip bombs."""
+MOST_MEMBERS, MOST_BYTES, MOST_JSON_BYTES = 10_000, 4 << 30, 64 << 20
+"""Limits far above any real run, against zip bombs: of members, of all bytes, also unpacked by Parquet, and of a JSON
+file's bytes."""
+METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _CHUNK = 1 << 20
 _OLDEST = (1980, 1, 1, 0, 0, 0)
 """A fixed timestamp, so that packs are reproducible."""
 
 
 def write(run: Path, out: Path) -> int:
-    """Write a finished run as a pack. Return its size in bytes. Raises UserError for a run that fails its checks."""
+    """Write a finished run as a pack. Return its size in bytes.
+
+    Raises UserError for a run that fails its checks, and for a shard, of which `accept` knows no plan.
+    """
     info = read_info(run)
+    if (shard := info.identity.shard) is not None:
+        raise UserError(f"{run} is shard {shard.number}/{shard.of} of a run; merge all shards, and submit the whole")
     if info.state != "complete":
         raise UserError(f"{run} is not finished; finish it with --resume")
     read_run(run)
@@ -69,10 +77,17 @@ def unpack(pack: Path, into: Path) -> None:
             listed = _listed(pack, archive)
             for name, hash_ in listed.items():
                 _extract(pack, archive, name, hash_, folder / name)
-    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError) as error:
+            _refuse_bombs(pack, parts.of(folder))
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {pack}: not a pack of 'dflash-bench submit' ({error})") from error
     except OSError as error:
         raise io_error("read", pack, error) from error
+
+
+def _refuse_bombs(pack: Path, paths: Sequence[Path]) -> None:
+    """Raise UserError if the parts would unpack to more than `MOST_BYTES` in memory."""
+    if sum(map(parts.num_bytes, paths)) > MOST_BYTES:
+        raise UserError(f"the rows of {pack} would unpack to more than {MOST_BYTES >> 30} GiB")
 
 
 def _listed(pack: Path, archive: zipfile.ZipFile) -> dict[str, str]:
@@ -83,6 +98,10 @@ def _listed(pack: Path, archive: zipfile.ZipFile) -> dict[str, str]:
         raise UserError(f"cannot read {pack}: not a pack of 'dflash-bench submit' (no {LIST})")
     if len(members) > MOST_MEMBERS or sum(member.file_size for member in members) > MOST_BYTES:
         raise UserError(f"{pack} would unpack to more than {MOST_BYTES >> 30} GiB or {MOST_MEMBERS:,} files")
+    if any(member.file_size > MOST_JSON_BYTES for member in members if member.filename in (LIST, run_info.FILE)):
+        raise UserError(f"{pack} has a JSON file of more than {MOST_JSON_BYTES >> 20} MiB")
+    if any(member.compress_type not in METHODS for member in members):
+        raise UserError(f"cannot read {pack}: not packed by 'dflash-bench submit' (another compression)")
     if odd := next((name for name in names if name != LIST and not MEMBER.fullmatch(name)), None):
         raise UserError(f"{pack} has an unexpected member {odd!r}")
     about: Any = files.parse_json(f"{pack}: {LIST}", archive.read(LIST).decode("utf-8", "replace"))

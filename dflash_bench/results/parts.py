@@ -312,5 +312,20 @@ def read(part: Path, identity: Identity | None = None, as_written: bool = True) 
         return with_added(file.read(), list(COLUMNS))
 
 
+VALUE_BYTES = 8
+"""The most that a value takes in memory, beside the bytes of texts."""
+
+
+def num_bytes(part: Path) -> int:
+    """Return about how many bytes a part takes in memory, from its metadata; 0 for a part that cannot be read."""
+    try:
+        with _opened(part, as_written=False) as file:
+            groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+    except UserError:
+        return 0
+    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+    return sum(max(one.total_uncompressed_size, VALUE_BYTES * one.num_values) for one in columns)
+
+
 def records(stored: Sequence[Path], identity: Identity) -> list[Answer]:
     return [record_of(row) for part in stored for row in read(part, identity).to_pylist()]

@@ -34,7 +34,9 @@ class Recheck(StoredModel):
     pack: str
     """The SHA-256 of the pack."""
     seed: Count
-    """The seed of the sample, with which anyone can draw the same answers."""
+    """The seed of the sample. With it and `share`, anyone can draw the same answers."""
+    share: float | None = None
+    """The share asked for with --share; None in older records."""
     num_drawn: Count
     num_answers: Count
     by: str | None

@@ -69,6 +69,7 @@ def accept(request: AcceptRequest, out: Path, tell: Tell) -> Recheck:
             "schema": SCHEMA_VERSION,
             "pack": hash_,
             "seed": seed,
+            "share": request.share,
             "num_drawn": len(chosen),
             "num_answers": len(answers),
             "by": request.by,

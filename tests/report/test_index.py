@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.report import site
+from dflash_bench.report import rechecks, site
 from dflash_bench.results import recheck
 from helpers import runs
+from helpers.each import each
 from helpers.pages import HOSTILE, Elements
 from helpers.refusals import assert_refused
 
 Main = Callable[..., tuple[int, str, str]]
+RECORD = {"schema": 1, "pack": "0" * 64, "seed": 7, "num_drawn": 20, "num_answers": 24, "by": None, "machine": "M",
+          "date": "2026-11-28", "version": "1", "findings": []}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +50,34 @@ def test_there_is_a_line_for_each_method_and_a_page_for_each_run(written: Path) 
 def test_the_site_shows_who_recomputed_what(tmp_path: Path) -> None:
     run = runs.stored(tmp_path / "runs" / "now", runs.answers(8))
     findings = [{"check": "tokens", "state": "confirmed", "what": HOSTILE}]
-    record = {"schema": 1, "pack": "0" * 64, "seed": 7, "num_drawn": 20, "num_answers": 24, "by": HOSTILE,
-              "machine": "M", "date": "2026-11-28", "version": "1", "findings": findings}  # fmt: skip
-    recheck.write(run, recheck.Recheck.model_validate(record))
+    recheck.write(run, recheck.Recheck.model_validate(RECORD | {"by": HOSTILE, "findings": findings}))
     runs.stored(tmp_path / "runs" / "other", runs.answers(8))
     lines = site.write_site(site.runs_below(tmp_path / "runs"), tmp_path / "out", lambda _: None)
     assert {line.page: line.checked for line in lines} == {"now.html": "rechecked", "other.html": "not rechecked"}
     text = (tmp_path / "out" / "index.html").read_text()
     assert "seed 7" in text and "20 of 24 answers" in text
     assert not {"img", "b", "iframe"} & {tag for tag, _ in Elements(text).found}
+
+
+@each(
+    "findings, words",
+    [
+        ({"tokens": "confirmed", "times": "unchecked"}, "rechecked"),
+        ({"tokens": "unchecked"}, "rechecked in part"),
+        ({"tokens": "confirmed", "times": "doubtful"}, "rechecked, with doubts"),
+        ({"counts": "unchecked", "failures": "doubtful"}, "rechecked in part, with doubts"),
+    ],
+)
+def test_a_line_tells_how_much_was_recomputed(findings: dict[str, str], words: str) -> None:
+    parts = [{"check": check, "state": state, "what": ""} for check, state in findings.items()]
+    record = recheck.Recheck.model_validate(RECORD | {"findings": parts})
+    assert rechecks.short(record) == words
+
+
+@each("num, drawn, share", [(96, 20, "8 %"), (20, 20, "0 %"), (10_000, 500, "0 %"), (1000, 20, "12 %")])
+def test_the_chance_to_miss_forged_answers_is_that_of_a_draw(num: int, drawn: int, share: str) -> None:
+    record = recheck.Recheck.model_validate(RECORD | {"num_answers": num, "num_drawn": drawn})
+    assert f", {share} of such samples would miss them" in rechecks.verdict(record)
 
 
 def test_what_comes_from_a_run_is_text(written: Path) -> None:

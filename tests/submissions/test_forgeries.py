@@ -22,7 +22,7 @@ from dflash_bench.submissions import accept as accepting
 from dflash_bench.submissions.accept import accept
 from dflash_bench.submissions.request import AcceptRequest
 from helpers.each import each as cases
-from helpers.forging import FORGERIES, Forgery, each, forge
+from helpers.forging import FORGERIES, Forgery, each, forge, of_generation
 
 USUAL: dict[str, Any] = {
     "model": "nano",
@@ -125,6 +125,50 @@ def test_a_member_that_no_pack_has_is_refused(tmp_path: Path, name: str) -> None
     with pytest.raises(UserError, match="unexpected member"):
         pack.unpack(tmp_path / "pack.zip", tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"pack.zip"}
+
+
+@cases(
+    "members, limit",
+    [
+        ({"run.json": b" " * 2000}, {"MOST_JSON_BYTES": 1000}),
+        ({pack.LIST: b" " * 2000}, {"MOST_JSON_BYTES": 1000}),
+        ({"run.json": b"{}"}, {"MOST_BYTES": 1}),
+        ({"run.json": b"{}", "parts.sha256": b""}, {"MOST_MEMBERS": 2}),
+    ],
+)
+def test_what_unpacks_to_too_much_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, members: dict[str, bytes], limit: dict[str, int]
+) -> None:
+    with zipfile.ZipFile(tmp_path / "pack.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in ({pack.LIST: b'{"schema": 1, "files": {}}'} | members).items():
+            archive.writestr(name, content)
+    for name, value in limit.items():
+        monkeypatch.setattr(pack, name, value)
+    with pytest.raises(UserError, match="more than"):
+        pack.unpack(tmp_path / "pack.zip", tmp_path / "out")
+
+
+def test_rows_that_unpack_to_too_much_are_refused(
+    honest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack.write(honest, tmp_path / "pack.zip")
+    size = sum(path.stat().st_size for path in honest.iterdir())
+    # A list of a million zeros takes a few bytes in a file.
+    forge(honest, tmp_path / "run", of_generation(lambda own: replace(own, drafted_ids=(0,) * 10**6)), lambda _: None)
+    monkeypatch.setattr(pack, "MOST_BYTES", 2 * size)
+    pack.unpack(tmp_path / "pack.zip", tmp_path / "sound")
+    monkeypatch.setattr(pack, "read_run", lambda _: None)
+    pack.write(tmp_path / "run", tmp_path / "bomb.zip")
+    assert (tmp_path / "bomb.zip").stat().st_size < 2 * size
+    with pytest.raises(UserError, match="would unpack to more than"):
+        pack.unpack(tmp_path / "bomb.zip", tmp_path / "out")
+
+
+def test_another_compression_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "pack.zip", "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr(pack.LIST, '{"schema": 1, "files": {}}')
+    with pytest.raises(UserError, match="another compression"):
+        pack.unpack(tmp_path / "pack.zip", tmp_path / "out")
 
 
 def test_what_is_no_pack_is_refused_in_a_line(tmp_path: Path) -> None:

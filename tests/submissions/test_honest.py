@@ -71,6 +71,8 @@ def test_honest_runs_of_all_kinds_are_accepted(tmp_path: Path, changes: dict[str
 def test_merged_shards_are_accepted(tmp_path: Path) -> None:
     for number in (1, 2):
         db.run(**{**USUAL, "limit": 4}, shard=f"{number}/2", out=tmp_path / str(number))
+    with pytest.raises(db.UserError, match="merge all shards"):
+        pack.write(tmp_path / "1", tmp_path / "1.zip")
     merge([tmp_path / "1", tmp_path / "2"], tmp_path / "run")
     assert unchecked(tmp_path / "run") == set()
 
