@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from hashlib import sha256
-from itertools import chain
+from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ OF_A_SHARD = ("shard", "plan", "judge")
 """Identity fields that differ between shards of one run. The judge shares the engine's weights if memory is short."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ShardRun:
     """A measured shard."""
 
@@ -38,11 +40,34 @@ class ShardRun:
     plan: str
     """The hash of the whole plan."""
 
+    @cached_property
+    def records(self) -> list[Answer]:
+        """Its answers, on its own clock."""
+        return store.load(self.folder)[1]
+
     @property
     def span(self) -> tuple[float, float]:
         """The times of its start and of its last answer's end, in seconds since 1970."""
-        began_s = datetime.fromisoformat(str(self.info.started)).timestamp()
+        began_s = _seconds(self.info.started)
         return began_s, began_s + (self.info.span_s or 0.0)
+
+    @property
+    def processes(self) -> Iterator[tuple[object, float, float]]:
+        """Yield the machine of each process that measured answers, with the times of its start and its last answer.
+
+        A machine is its boot id; without one, a process counts as on a separate machine.
+        """
+        about: list[tuple[object, str | None]] = [(self.info.boot or self.folder, self.info.started)]
+        about += [(one.boot or (self.folder, number), one.started) for number, one in enumerate(self.info.resumed)]
+        ends = sorted(self.span[0] + one.end_s for one in self.records if one.end_s is not None)
+        starts = [_seconds(started) for _, started in about]
+        for (machine, _), (began_s, after_s) in zip(about, pairwise([*starts, inf]), strict=True):
+            if own := [end_s for end_s in ends if began_s < end_s <= after_s]:
+                yield machine, began_s, own[-1]
+
+
+def _seconds(started: str | None) -> float:
+    return datetime.fromisoformat(str(started)).timestamp()
 
 
 def merge(folders: Sequence[Path], out: Path) -> RunInfo:
@@ -50,7 +75,7 @@ def merge(folders: Sequence[Path], out: Path) -> RunInfo:
     store.check_new(out)
     shards = _in_order([_shard(folder) for folder in folders])
     info = _whole_info(shards)
-    records = sorted(chain.from_iterable(_records(shards)), key=lambda record: record.order)
+    records = sorted(_records(shards), key=lambda record: record.order)
     sums = integrity.of_run(float(info.span_s or 0.0), records)
     info = run_info.with_changes(info, sums)
     with whole_folder(out) as folder:
@@ -72,9 +97,10 @@ def _shard(folder: Path) -> ShardRun:
 def _in_order(shards: Sequence[ShardRun]) -> list[ShardRun]:
     """Sort the shards by number. Raises UserError unless all are given, each once and finished."""
     first = shards[0]
-    for one in shards[1:]:
+    for one in shards:
         if why := _why_other(first, one):
-            raise UserError(f"{one.folder} and {first.folder} are not shards of one run: {why}")
+            several = f"{one.folder} and {first.folder}" if one is not first else f"the processes of {first.folder}"
+            raise UserError(f"{several} are not of one run: {why}")
     by_number: dict[int, ShardRun] = {}
     for one in shards:
         if (twin := by_number.get(one.shard.number)) is not None:
@@ -98,7 +124,8 @@ def _why_other(first: ShardRun, other: ShardRun) -> str:
 def _compared(first: ShardRun, other: ShardRun) -> Iterator[tuple[Any, Any]]:
     yield _comparable(first.info), _comparable(other.info)
     yield {"shards": first.shard.of, "plan": first.plan}, {"shards": other.shard.of, "plan": other.plan}
-    yield {"packages": first.info.environment.packages}, {"packages": other.info.environment.packages}
+    for environment_ in other.info.environments:
+        yield {"packages": first.info.environment.packages}, {"packages": environment_.packages}
 
 
 def _comparable(info: RunInfo) -> dict[str, Any]:
@@ -126,7 +153,7 @@ def _whole_info(shards: Sequence[ShardRun]) -> RunInfo:
     objections: Counter[str] = Counter()
     for one in shards:
         objections.update(one.info.objections)
-    machines = _machines(shards)
+    quickest = min(shards, key=_least_s).info
     changes = {
         "identity": identity,
         "plan": whole_plan,
@@ -139,8 +166,11 @@ def _whole_info(shards: Sequence[ShardRun]) -> RunInfo:
         "resumed": [process.to_json() for one in shards for process in one.info.resumed],
         "workers": [
             {"machine": machine, "environment": one.info.environment.to_json(), "command": one.info.command}
-            for one, machine in zip(shards, machines, strict=True)
+            for one, machine in zip(shards, _machines(shards), strict=True)
         ],
+        # Passes are compared with those of the quickest machine.
+        "forwards": quickest.forwards and quickest.forwards.to_json(),
+        "pass_at_end_s": quickest.pass_at_end_s,
     }
     return run_info.with_changes(first, changes, ("boot", "since_s"))
 
@@ -158,17 +188,27 @@ def _whole_plan(shards: Sequence[ShardRun]) -> dict[str, Any]:
 def _prompts(shards: Sequence[ShardRun]) -> list[dict[str, Any]]:
     """Return the prompts of the whole run, suite by suite."""
     read = [run_info.read_prompts(one.folder) for one in shards]
-    suites = dict.fromkeys(row["suite"] for row in read[0])
-    return [row for suite in suites for row in whole([[row for row in one if row["suite"] == suite] for one in read])]
+    suites = dict.fromkeys(row["suite"] for one in read for row in one)
+    try:
+        several = [whole([[row for row in one if row["suite"] == suite] for one in read]) for suite in suites]
+    except ValueError as error:
+        raise UserError(
+            f"{shards[0].folder} and the others do not hold the prompts of one run ({run_info.PROMPTS_FILE})"
+        ) from error
+    return [row for of_suite in several for row in of_suite]
 
 
-def _records(shards: Sequence[ShardRun]) -> Iterator[list[Answer]]:
-    """Yield the answers of each shard, on the clock of the merged run. Raises UserError for an invalid shard."""
+def _least_s(shard: ShardRun) -> float:
+    forwards = shard.info.forwards
+    return inf if forwards is None or forwards.least_s is None else forwards.least_s
+
+
+def _records(shards: Sequence[ShardRun]) -> Iterator[Answer]:
+    """Yield the answers of all shards, on the clock of the merged run. Raises UserError for an invalid shard."""
     begun_s, _ = _span(shards)
     for number, one in enumerate(shards):
         read_run(one.folder)
-        late_s = one.span[0] - begun_s
-        yield [_of_worker(record, number, late_s) for record in store.load(one.folder)[1]]
+        yield from (_of_worker(record, number, one.span[0] - begun_s) for record in one.records)
 
 
 def _of_worker(record: Answer, worker: int, late_s: float) -> Answer:
@@ -183,17 +223,17 @@ def _span(shards: Sequence[ShardRun]) -> tuple[float, float]:
 
 
 def _machines(shards: Sequence[ShardRun]) -> list[int]:
-    """Return the machine of each shard, counted from 0. A shard without a boot id counts as a separate machine."""
+    """Return the machine of each shard's first process, counted from 0."""
     known = [one.info.boot or one.folder for one in shards]
     return [list(dict.fromkeys(known)).index(machine) for machine in known]
 
 
 def _workers(shards: Sequence[ShardRun]) -> dict[str, Any]:
     """Return the shards as workers of the run, with the most that ran on one machine at the same time."""
-    ran = [(machine, *one.span) for machine, one in zip(_machines(shards), shards, strict=True)]
+    ran = [process for one in shards for process in one.processes]
     at_once = [
         sum(other == machine and began_s <= at_s < ended_s for other, began_s, ended_s in ran)
         for machine, at_s, _ in ran
     ]
-    kinds = {environment.kind(one.info.environment.to_json()) for one in shards}
+    kinds = {environment.kind(about.to_json()) for one in shards for about in one.info.environments}
     return {"number": len(shards), "on_one_machine": max(at_once), "kinds": sorted(kinds)}

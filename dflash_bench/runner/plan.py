@@ -174,7 +174,7 @@ class RunPlan:
     instruments: Mapping[str, Instrument] = field(default_factory=dict)
     """Instruments, keyed by the name of their measurement."""
     has_date: bool = False
-    """Whether the user gave the date of the request."""
+    """Whether the user gave the date of the request, or the run that is resumed has one."""
     contexts: Contexts = field(default_factory=lambda: Contexts(0, 0))
     memory: Mapping[str, int | None] | None = None
     """The memory as in `run.json`; None if nothing is loaded."""
@@ -240,9 +240,7 @@ def plan_run(request: RunRequest, chosen: Sequence[Method], model: Preset) -> Ru
     for one in loaded:
         scorers.check_references(one.suite.scorer, one.prompts)
     loaded = [_with_unscored(one) for one in loaded]
-    refuse_too_few(loaded, max(request.concurrency, default=1))
-    if request.shard is not None:
-        _refuse_empty_shards(shard.parse(request.shard), loaded)
+    refuse_too_few(loaded, request)
     _refuse_shared_memory(request, chosen)
     if request.budget is not None:
         loaded = [suites.as_drawn(one) for one in loaded]
@@ -260,8 +258,11 @@ def _with_unscored(loaded: Loaded) -> Loaded:
     return replace(loaded, notes=(*loaded.notes, *told), unscored=tuple(found))
 
 
-def refuse_too_few(loaded: Sequence[Loaded], concurrency: int) -> None:
-    """Refuse fewer prompts than slots: they would be measured at a lower concurrency than reported."""
+def refuse_too_few(loaded: Sequence[Loaded], request: RunRequest) -> None:
+    """Refuse fewer prompts than shards, or than slots, which would be measured at a lower concurrency than reported."""
+    if request.shard is not None:
+        _refuse_empty_shards(shard.parse(request.shard), loaded)
+    concurrency = max(request.concurrency, default=1)
     for one in loaded:
         if len(one.prompts) < concurrency:
             raise UserError(

@@ -264,7 +264,7 @@ def _perform(request: RunRequest, folder: Path, resume: bool, caller: Caller) ->
         started = read_info(folder).identity.date
     else:
         store.check_new(folder)
-    has_date = request.date is not None
+    has_date = request.date is not None or started is not None
     if request.has_target or not request.asks_servers:
         request = replace(request, date=request.date or started or date.today().isoformat())
     resolved = replace(plan_run(request, methods, model), has_date=has_date)

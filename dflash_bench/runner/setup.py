@@ -325,13 +325,13 @@ def pinned(model: Preset, commits: Mapping[str, str]) -> Preset:
 def fitting(resolved: RunPlan, left_out: Mapping[str, Collection[str]]) -> tuple[Loaded, ...]:
     """Return the suites without these prompts, and without suites left empty.
 
-    Raises UserError if fewer prompts are left than the concurrency.
+    Raises UserError if fewer prompts are left than the concurrency or the shards need.
     """
     if not left_out:
         return resolved.suites
     kept = [without(loaded, left_out.get(loaded.suite.name, ())) for loaded in resolved.suites]
     kept = [loaded for loaded in kept if loaded.prompts]
-    refuse_too_few(kept, max(resolved.request.concurrency, default=1))
+    refuse_too_few(kept, resolved.request)
     return tuple(kept)
 
 
@@ -358,6 +358,10 @@ def check_fits(resolved: RunPlan) -> RunPlan:
     tokenizer = targets.tokenizer_of(target.folder, trusted, request.date)
     if resolved.has_date and not chat.names_date(tokenizer):
         raise UserError("--date has no effect: the target's chat template asks for no date; leave it out")
+    if request.shard is not None and chat.names_date(tokenizer) and not resolved.has_date:
+        raise UserError(
+            f"the target's chat template names the date, which all shards share: give each --date {request.date}"
+        )
     modes = [bool(mode) for mode in modes_of(request, resolved.model, chat.has_thinking(tokenizer))]
     for mode in modes:
         chat.check(tokenizer, [asked for loaded in resolved.suites for asked in chats(loaded)], mode)

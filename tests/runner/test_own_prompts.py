@@ -351,6 +351,22 @@ def test_a_run_has_one_date_which_is_stored_resumed_compared_and_set(
     assert status == 2 and "--date 2026-03-07" in err and "--allow prompts" in err
 
 
+def test_shards_share_a_date_that_is_given(model: Path, main: Main) -> None:
+    """The second may start after midnight."""
+    folder = with_clock(model, "clock", "{{ strftime_now('%Y-%m-%d') }}" + BODY)
+    write(*({"prompt": str(number)} for number in range(4)))
+    shard = ["run", "--model", folder, *ASKED[:-2], "--shard", "1/2", "--out", "one"]
+    assert_refused(main(*shard), "names the date", "--date")
+    assert main(*shard, "--date", "2026-03-07")[0] == 0
+    assert main(*shard, "--resume")[0] == 0
+
+
+def test_prompts_that_are_left_out_leave_no_shard_empty(model: Path, main: Main) -> None:
+    write(*({"prompt": str(number) * (1 + 5000 * (number == 2))} for number in range(4)))
+    words = ["run", "--model", model, *ASKED[:-2], "--shard", "1/2", "--out", "few"]
+    assert_refused(main(*words), "--shard 1/2 needs 4 prompts")
+
+
 def test_another_template_is_another_prompt(model: Path, main: Main) -> None:
     write({"prompt": "Hi"}, {"prompt": "So?"})
     for name, more in (("one", ""), ("two", "Be brief.\n")):

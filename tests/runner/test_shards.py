@@ -10,6 +10,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,45 @@ def test_shards_that_ran_at_once_on_one_machine_disturbed_each_other(copies: Pat
     edited(shards[1], lambda info: info.update(boot="another"))
     workers = merge(shards, copies / "apart").identity.workers
     assert workers is not None and workers.on_one_machine == 1
+
+
+def continued(shard: Path, **environment: Any) -> None:
+    """Let a second process, on another machine, have measured the second half of a shard."""
+    info, rows = store.load(shard)
+    middle_s = datetime.fromisoformat(str(info.started)) + timedelta(seconds=rows[len(rows) // 2].start_s or 0)
+    about = {"boot": "another", "environment": info.environment.to_json() | environment, "started": str(middle_s)}
+    edited(shard, lambda info: info.update(resumed=[about]))
+
+
+def test_a_shard_that_another_machine_continued_names_both(copies: Path) -> None:
+    shards = shards_in(copies)
+    continued(shards[1], cpu="Another")
+    workers = merge(shards, copies / "mixed").identity.workers
+    assert workers is not None and len(workers.kinds) == 2 and "Another" in workers.kinds
+    # What the other machine measured at the time of the third shard's first half disturbed nothing.
+    started = store.read_info(shards[1]).resumed[0].started
+    edited(shards[2], lambda info: info.update(started=started))
+    workers = merge(shards, copies / "apart").identity.workers
+    assert workers is not None and workers.on_one_machine == 1
+    edited(shards[2], lambda info: info.update(boot="another"))
+    workers = merge(shards, copies / "beside").identity.workers
+    assert workers is not None and workers.on_one_machine == 2
+    continued(shards[1], packages={**store.read_info(shards[1]).environment.packages, "torch": "1.0"})
+    refused(shards, r"packages.torch was .*, now .1\.0.")
+
+
+@each("shard", [1, 2])
+def test_a_shard_without_its_prompts_is_refused(shard: int, copies: Path) -> None:
+    (copies / str(shard) / run_info.PROMPTS_FILE).unlink()
+    refused(shards_in(copies), run_info.PROMPTS_FILE)
+
+
+def test_passes_are_those_of_the_quickest_machine(copies: Path) -> None:
+    shards = shards_in(copies)
+    least_s = min(float(info.forwards.least_s or 0) for one in shards if (info := store.read_info(one)).forwards)
+    edited(shards[2], lambda info: info["forwards"].update(least_s=0.9 * least_s))
+    forwards = merge(shards, copies / "mixed").forwards
+    assert forwards is not None and forwards.least_s == pytest.approx(0.9 * least_s)
 
 
 def test_each_shard_may_have_a_server_of_its_own(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
