@@ -31,7 +31,7 @@ from dflash_bench.runner.plan import RunPlan, modes_of, plan_run, settings_of
 from dflash_bench.runner.session import identity_of, work_plan
 from dflash_bench.runner.setup import check_fits, forwards_of, open_local
 from dflash_bench.runner.work import WorkItem, WorkPlan
-from dflash_bench.submissions import checks, machines
+from dflash_bench.submissions import checks
 from dflash_bench.submissions.checks import Redone
 from dflash_bench.submissions.request import AcceptRequest, again
 from dflash_bench.tasks import scorers
@@ -113,7 +113,7 @@ def _compared(
     yield checks.same_models(then, now, here.is_served, here.own_parts)
     yield checks.failures(sum(one.generation.error is not None for one in answers), len(answers))
     yield here.texts(run)
-    unlike = machines.unlike(info, RunIdentity.model_validate(as_json(here.identity)), environment.describe())
+    unlike = checks.unlike(info, RunIdentity.model_validate(as_json(here.identity)), environment.describe())
     redone = here.all_redone(chosen, answers, stored[0], tell)
     yield checks.tokens(redone, not unlike)
     yield checks.counts(redone, not unlike)

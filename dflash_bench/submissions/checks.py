@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_bench.analysis import roofline
-from dflash_bench.core import methods
+from dflash_bench.core import environment, methods
 from dflash_bench.core.forwards import PEAK_BANDWIDTH
 from dflash_bench.core.methods import is_lossy, shown
 from dflash_bench.core.types import Answer, Divergence, Generation
@@ -20,7 +20,7 @@ from dflash_bench.results import plan as plans
 from dflash_bench.results import run_info
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.recheck import CheckedPart, State
-from dflash_bench.results.run_info import ForwardTimes, RunInfo
+from dflash_bench.results.run_info import ForwardTimes, RunIdentity, RunInfo
 from dflash_bench.results.table import RunTable
 from dflash_bench.tasks.scorers.base import Score
 
@@ -32,6 +32,9 @@ OF_TARGET = ("revisions",)
 """The same for runs on servers, where only the judge's target is loaded."""
 WHERE = ("source", "revision")
 """The location of the prompts, which may differ: their hash identifies them."""
+OF_ROUNDING = ("device", "network", "attention", "threads", "tensor_parallel", "capture")
+"""Identity fields that decide in which order sums are rounded, and how long a pass takes."""
+PACKAGES = ("torch", "transformers")
 MOST_NAMED = 3
 OFF = 2.0
 """Tolerated factor between two machines of the same kind: load, cooling, versions."""
@@ -119,6 +122,42 @@ def _comparable(value: Any) -> Any:
         return value
     kept = {key: _comparable(one) for key, one in value.items() if key not in WHERE}
     return {key: one for key, one in kept.items() if one is not None}
+
+
+# Whether this machine computes as those of the run, so that rounding and times must be the same.
+
+
+def kinds(info: RunInfo) -> list[str]:
+    """Return the kinds of all machines that measured a run: of its processes, first its own, and of its workers."""
+    own = [environment.kind(one.to_json()) for one in info.environments]
+    return list(dict.fromkeys([*own, *(info.identity.workers.kinds if info.identity.workers else [])]))
+
+
+def unlike(info: RunInfo, identity: RunIdentity, here: Mapping[str, Any]) -> list[str]:
+    """Return how this machine, with the environment `here` and the run planned again, computes otherwise; [] if not."""
+    return [*_other_machines(info, here), *_other_ways(info.identity, identity)]
+
+
+def _other_machines(info: RunInfo, here: Mapping[str, Any]) -> Iterator[str]:
+    own = environment.kind(dict(here))
+    if other := [kind for kind in kinds(info) if kind != own]:
+        yield f"this machine ({own}) is of another kind than {', '.join(other)}"
+    for name in PACKAGES:
+        versions = {one.packages.get(name) for one in info.environments}
+        if versions != {here["packages"].get(name)}:
+            yield f"{name} is {here['packages'].get(name)} here, not {', '.join(sorted(map(str, versions)))}"
+
+
+def _other_ways(then: RunIdentity, now: RunIdentity) -> Iterator[str]:
+    for name in OF_ROUNDING:
+        was, is_now = getattr(then, name), getattr(now, name)
+        if name == "device":
+            was, is_now = ((one or "").partition(":")[0] for one in (was, is_now))
+        if was != is_now:
+            yield f"{name.replace('_', ' ')} is {is_now} here, not {was}"
+
+
+# The answers.
 
 
 def failures(num_failed: int, num_answers: int) -> CheckedPart:

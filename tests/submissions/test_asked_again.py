@@ -15,7 +15,7 @@ from dflash_bench.results import pack
 from dflash_bench.results.recheck import CheckedPart
 from dflash_bench.results.run_info import ResumedProcess, RunInfo, read_info
 from dflash_bench.runner import setup
-from dflash_bench.submissions import machines
+from dflash_bench.submissions import checks
 from dflash_bench.submissions.accept import accept
 from dflash_bench.submissions.request import AcceptRequest
 from helpers import runs, tiny
@@ -155,7 +155,7 @@ def of_processes(*others: dict[str, Any], **identity: Any) -> RunInfo:
     ],
 )
 def test_machines_are_alike_if_all_that_rounds_is(info: RunInfo, is_alike: bool) -> None:
-    unlike = machines.unlike(info, runs.about().identity, runs.ENVIRONMENT)
+    unlike = checks.unlike(info, runs.about().identity, runs.ENVIRONMENT)
     assert (not unlike) == is_alike, unlike
 
 
