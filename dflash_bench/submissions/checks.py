@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import fsum
 from typing import Any
 
 from dflash_bench.analysis import roofline
@@ -39,12 +40,13 @@ MOST_NAMED = 3
 OFF = 2.0
 """Tolerated factor between two machines of the same kind: load, cooling, versions."""
 OFF_PLAIN = 1.5
-"""The same for a method's time as a ratio to plain decoding's, which load and cooling change less."""
+"""The same for a method's time as a ratio to plain decoding's, which load and cooling change less. How much the two
+vary between honest runs: results/exactness/forgeries.md."""
 LEAST_TIMED = 3
 """The least answers of a method from which its time is compared."""
 OFF_LENGTH = 0.05
-"""How much rounding can change a method's tokens per round. Between float32 and bfloat16, which round further apart
-than two machines do, nano's changed by at most 1.7 %."""
+"""How much rounding can change a method's tokens per round: more than from float32 to bfloat16, which round further
+apart than two machines do (results/exactness/forgeries.md)."""
 CACHED_BYTES = 64 << 20
 """Smaller weights may be read from a processor's cache, which is faster than memory."""
 
@@ -213,7 +215,7 @@ def counts(redone: Sequence[Redone], is_alike: bool) -> CheckedPart:
     certain = [one for one in other if is_alike and not one.stored.settings.is_shared]
     wrong = [f"{one.place}: {_lengths([one])}" for one in certain]
     for label, own in _by_method(compared).items():
-        stored, here = _per_round([one.stored.generation for one in own]), _per_round([one.again for one in own])
+        stored, here = per_round([one.stored.generation for one in own]), per_round([one.again for one in own])
         if abs(stored / here - 1) > OFF_LENGTH:
             wrong.append(f"{shown(label)}: {_lengths(own)}")
     if other and not wrong:
@@ -244,11 +246,12 @@ def rounds_of(generation: Generation | None) -> tuple[Any, ...]:
 
 
 def _lengths(several: Sequence[Redone]) -> str:
-    stored = _per_round([one.stored.generation for one in several])
-    return f"{stored:.2f} stored, {_per_round([one.again for one in several]):.2f} here"
+    stored = per_round([one.stored.generation for one in several])
+    return f"{stored:.2f} stored, {per_round([one.again for one in several]):.2f} here"
 
 
-def _per_round(generations: Iterable[Generation | None]) -> float:
+def per_round(generations: Iterable[Generation | None]) -> float:
+    """Return the mean tokens of all rounds."""
     accepted = [count for one in generations if one is not None for count in one.accepted or ()]
     return 1 + sum(accepted) / max(len(accepted), 1)
 
@@ -309,30 +312,35 @@ def times(
 
 def _other_than_plain(redone: Sequence[Redone]) -> Iterator[str]:
     """Yield methods whose stored times, beside plain decoding's, are not those of the regenerated answers."""
-    seconds = {label: _seconds(own) for label, own in _by_method(filter(is_timed, redone)).items()}
-    plain, plain_here = seconds.pop(BASELINE, (0.0, 0.0))
-    for label, (stored, here) in seconds.items():
-        ratio = stored / here * plain_here / plain if stored and plain else 1.0
+    for label, ratio in beside_plain(redone).items():
         if not 1 / OFF_PLAIN <= ratio <= OFF_PLAIN:
             yield f"{shown(label)} took {ratio:.2f} times as long as here, compared with plain decoding"
 
 
-def is_timed(one: Redone) -> bool:
+def beside_plain(redone: Sequence[Redone]) -> dict[str, float]:
+    """Return each method's stored time as a ratio to the time here, both as ratios to plain decoding's."""
+    timed = _by_method(filter(_is_timed, redone)).items()
+    seconds = {label: _seconds(own) for label, own in timed if len(own) >= LEAST_TIMED}
+    if BASELINE not in seconds:
+        return {}
+    plain, plain_here = seconds.pop(BASELINE)
+    return {label: stored / here * plain_here / plain for label, (stored, here) in seconds.items()}
+
+
+def _is_timed(one: Redone) -> bool:
     """Return whether an answer's time can be compared: decoded alone, and in the same rounds here."""
     return (
         not one.stored.settings.is_shared
         and one.has_same_tokens
+        and one.stored.generation.num_decoded > 0
         and rounds_of(one.stored.generation) == rounds_of(one.again)
     )
 
 
 def _seconds(redone: Sequence[Redone]) -> tuple[float, float]:
-    """Return the seconds of decoding, stored and here; zeros for too few answers."""
-    if len(redone) < LEAST_TIMED:
-        return 0.0, 0.0
-    pairs = [(one.stored.generation.decode_s, one.again.decode_s) for one in redone if one.again is not None]
-    stored, again = map(sum, zip(*pairs, strict=True))
-    return stored, again
+    """Return the seconds of decoding, stored and here."""
+    stored = fsum(one.stored.generation.decode_s for one in redone)
+    return stored, fsum(one.again.decode_s for one in redone if one.again is not None)
 
 
 def _beyond(measured: ForwardTimes, rate: float, info: RunInfo) -> list[str]:

@@ -1,7 +1,8 @@
 """Which forged runs does `accept` refuse, and how often does its draw miss answers that were forged?
 
-Each run is measured once and then changed with care for everything else that a reader checks. Small forgeries are
-accepted again and again, with the draw that is used if nobody asks for more.
+A run is measured once and then changed with care for everything else that a reader checks. Small forgeries are accepted
+again and again, with the draw that is used if nobody asks for more. Two more honest runs tell how far times and
+rounding alone lead.
 """
 
 from __future__ import annotations
@@ -23,13 +24,18 @@ from dflash_bench.results.recheck import Recheck
 from dflash_bench.results.run_info import read_info
 from dflash_bench.runner.setup import open_local
 from dflash_bench.submissions import accept as accepting
+from dflash_bench.submissions import checks
 from dflash_bench.submissions.accept import accept
+from dflash_bench.submissions.checks import Redone
 from dflash_bench.submissions.request import AcceptRequest
 from helpers.forging import FORGERIES, Info, Rows, forge, other_token
 from studies._study import Made, Work, tell
 
 TAKES = "ten minutes of one core"
 PAGES = ("exactness/forgeries.md",)
+METHODS = ("dflash", "ngram")
+DRAWS = 1000
+OF_HONEST = ["method", "time beside plain decoding", "other rounds in bfloat16", "tokens per round", "in bfloat16"]
 SHARES = (0.02, 0.05, 0.1, 0.25)
 HEAD = """# Forged runs
 
@@ -51,6 +57,15 @@ In each of {seeds} copies, another random share of answers has another token, th
 The token is in the answer's middle, where no score sees it.
 
 {missed}
+
+## How honest runs differ
+
+The same run measured again, and in bfloat16; of the answers with the same tokens. Times are a method's beside plain
+decoding's, as the ratio of the two float32 runs, in {draws} draws of {drawn} answers: `accept` doubts them outside
+{least_ratio:.2f} to {most_ratio:.2f}. On another kind of machine it refutes tokens per round that differ by more
+than {off_length:.0f} %.
+
+{honest}
 """
 
 
@@ -61,7 +76,9 @@ def options(parser: ArgumentParser) -> None:
 
 def make(work: Work, options: Namespace) -> Made:
     words = ["--model", "nano", "--suite", "gsm8k", "--limit", options.limit, "--max-new-tokens", 48, "--threads", 1]
-    run = work.run("honest", *words, "--method", "dflash", "--method", "ngram")
+    words += [word for method in METHODS for word in ("--method", method)]
+    run = work.run("honest", *words)
+    others = [work.run("again", *words), work.run("rounded", *words, "--dtype", "bfloat16")]
     rows, wrong = [], []
     with _one_engine():
         honest = _rechecked(run, work.folder, 1.0, 1)
@@ -86,6 +103,11 @@ def make(work: Work, options: Namespace) -> Made:
         seeds=options.seeds,
         drawn=accepting.LEAST_DRAWN,
         missed=markdown(["forged answers", "accepted", "expected"], missed, left=0),
+        draws=f"{DRAWS:,}",
+        least_ratio=1 / checks.OFF_PLAIN,
+        most_ratio=checks.OFF_PLAIN,
+        off_length=100 * checks.OFF_LENGTH,
+        honest=markdown(OF_HONEST, list(_honest(run, *others)), left=1),
     )
     return Made({PAGES[0]: page}, wrong)
 
@@ -144,6 +166,24 @@ def _missed(run: Path, folder: Path, share: float, num_seeds: int, num_answers: 
         num_forged = len(chosen) * num_answers // _num_prompts(run)
         expected += _chance(num_answers, num_forged, min(num_answers, accepting.LEAST_DRAWN))
     return [f"{100 * share:.0f} %", f"{num_accepted} of {num_seeds}", f"{100 * expected / num_seeds:.0f} %"]
+
+
+def _honest(run: Path, again: Path, rounded: Path) -> Iterator[list[str]]:
+    """Yield a row for each method: how times and tokens per round differ between honest runs."""
+    timed, other = _pairs(run, again), _pairs(run, rounded)
+    ratios = [checks.beside_plain(Random(seed).sample(timed, accepting.LEAST_DRAWN)) for seed in range(DRAWS)]
+    for method in METHODS:
+        own = sorted(one[method] for one in ratios if method in one)
+        same = [one for one in other if one.stored.method == method and one.has_same_tokens]
+        lengths = [checks.per_round(one.stored.generation for one in same), checks.per_round(one.again for one in same)]
+        num = sum(checks.rounds_of(one.stored.generation) != checks.rounds_of(one.again) for one in same)
+        yield [method, f"{own[0]:.2f} to {own[-1]:.2f}", f"{num} of {len(same)}", *(f"{one:.2f}" for one in lengths)]
+
+
+def _pairs(run: Path, other: Path) -> list[Redone]:
+    """Pair the answers of two runs as stored and regenerated."""
+    again = {store.key(answer): answer.generation for answer in store.load(other)[1]}
+    return [Redone(one, again[store.key(one)], is_judged=True) for one in store.load(run)[1]]
 
 
 @cache
