@@ -90,6 +90,14 @@ def random_numbers_of_its_own(shared_models_stay_what_they_are: None) -> None:
     seed()
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, built once for each file that asks for it."""
+    from helpers import tiny
+
+    return tiny.build(tmp_path_factory.mktemp("model") / "model")
+
+
 @pytest.fixture
 def measured_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undoes what `shared_models` does to it."""

@@ -122,14 +122,13 @@ def block_objective(
     """Return the objective of the request's kind of DFlash, starting from this DFlash draft."""
     block, rank = draft.config.block_size, request.rank or RANK
     gamma, distil = request.gamma(block), DISTIL if request.distil is None else request.distil
-    uniform = request.anchors == "uniform"
+    kind: type[DFlashObjective] = DFlashObjective
     if request.method == "dflash2":
-        draft = drafts.as_dflash2(draft, vocab, rank, request.seed)
-        return SelectorObjective(draft.to(device), rows, vocab, NUM_ANCHORS, gamma, distil, uniform=uniform)
-    if request.method == "dspark":
-        draft = drafts.as_dspark(draft, vocab, rank, request.seed)
-        return MarkovObjective(draft.to(device), rows, vocab, NUM_ANCHORS, gamma, distil, uniform=uniform)
-    return DFlashObjective(draft.to(device), rows, vocab, NUM_ANCHORS, gamma, distil, uniform=uniform)
+        kind, draft = SelectorObjective, drafts.as_dflash2(draft, vocab, rank, request.seed)
+    elif request.method == "dspark":
+        kind, draft = MarkovObjective, drafts.as_dspark(draft, vocab, rank, request.seed)
+    uniform = request.anchors == "uniform"
+    return kind(draft.to(device), rows, vocab, NUM_ANCHORS, gamma, distil, uniform=uniform)
 
 
 def _begun(prepared: PreparedTraining) -> DFlashDraft:

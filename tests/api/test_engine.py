@@ -18,11 +18,6 @@ PROMPT = [5, 9, 200, 33, 7, 9]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build(tmp_path_factory.mktemp("engine") / "model")
-
-
-@pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[db.Engine]:
     with db.Engine(model) as engine:
         yield engine

@@ -12,13 +12,7 @@ import pytest
 
 from dflash_bench import api as db
 from dflash_bench.api.measuring import InNotebook, Silent, in_notebook, request_of
-from helpers import tiny
 from helpers.each import each
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build(tmp_path_factory.mktemp("python") / "model")
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ from dflash_bench.results import store
 from dflash_bench.results.run_info import read_info
 from dflash_bench.runner import session
 from dflash_bench.tasks import sandbox, scorers
-from helpers import tiny
 from helpers.each import each
 from helpers.fake_backend import FakeBackend, install, main, other_tokens
 from helpers.golden import assert_golden
@@ -34,11 +33,6 @@ from helpers.refusals import assert_refused, names
 ROOT = Path(__file__).parents[2]
 Captured = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)

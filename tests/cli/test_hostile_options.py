@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import readers, runs, tiny
+from helpers import readers, runs
 from helpers.each import each
 from helpers.fake_backend import FakeBackend, install
 
@@ -42,11 +42,6 @@ LOADED = ("--model", "--target", "--draft", "--device")
 """Options of `run` that are looked at where the models are loaded."""
 MEANT_BY_NOBODY = ["", "x" * 300, "9" * 5000, "\u0663", "\x1b[31m", "[/]", "absent\\", "\x7f/\u202e"]
 """No option takes any of them; a folder for results may have such a name all the same."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build(tmp_path_factory.mktemp("model") / "model")
 
 
 @pytest.fixture

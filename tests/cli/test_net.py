@@ -26,7 +26,7 @@ from dflash_bench.core import terminal
 from dflash_bench.core.errors import UserError
 from dflash_bench.models import catalogue
 from dflash_bench.training import prompts
-from helpers import readers, runs, tiny
+from helpers import readers, runs
 from helpers.each import each
 from helpers.forked import forked
 from helpers.refusals import assert_refused
@@ -39,11 +39,6 @@ def one_line(main: Main, *words: object) -> str:
     assert_refused(told)
     assert len(told[2]) < 1500
     return told[2]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build(tmp_path_factory.mktemp("model") / "model")
 
 
 @pytest.fixture

@@ -20,11 +20,6 @@ from helpers.refusals import names
 SMALL = ("--context", "16", "--width", "1,2,4")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build(tmp_path_factory.mktemp("model"))
-
-
 def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
     assert main(monkeypatch, "profile", *words, "--json") == 0
     printed: dict[str, Any] = json.loads(capsys.readouterr().out)

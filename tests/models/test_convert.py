@@ -30,11 +30,6 @@ from helpers.toy import plain, run
 LENGTH = 48
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build(tmp_path_factory.mktemp("model"))
-
-
 def bits(folder: Path) -> dict[str, bytes]:
     tensors = load_file(folder / "model.safetensors")
     return {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}

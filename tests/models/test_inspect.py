@@ -20,13 +20,7 @@ from dflash_bench.diagnose.golden_cases import CASES
 from dflash_bench.models import weights
 from dflash_bench.models.inspect import as_json, inspect, text
 from dflash_bench.models.presets import NANO
-from helpers import tiny
 from helpers.each import each
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -401,11 +401,6 @@ def test_no_file_is_overwritten_and_no_target_has_a_target(tmp_path: Path) -> No
 # Drafts.
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build(tmp_path_factory.mktemp("model"))
-
-
 def test_a_dflash_draft_is_written_as_llama_cpp_reads_it(tmp_path: Path) -> None:
     convert(str(NANO / "dflash"), tmp_path / "draft.gguf", "gguf", "nano")
     got = values(tmp_path / "draft.gguf")

@@ -27,11 +27,6 @@ IN_WORDS = {8: ([1, -2, 127, -127, 5], [33521281, 133]), 4: ([1, -2, 7, -8, 5, 0
 """By bits: numbers, and the words that compressed-tensors 0.20 packs them into."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build(tmp_path_factory.mktemp("model"))
-
-
 def declared(**changes: Any) -> dict[str, Any]:
     config, _ = packed.pack({}, {})
     group = config[packed.CONFIG]["config_groups"]["group_0"]

@@ -13,16 +13,10 @@ import pytest
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.models import hub, presets
-from helpers import tiny
 from helpers.each import each
 from helpers.fake_hub import NEW, OLD, FakeHub
 
 Main = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build(tmp_path_factory.mktemp("model") / "model")
 
 
 @pytest.fixture

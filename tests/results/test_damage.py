@@ -25,11 +25,6 @@ TARGET = TargetShape(tiny.HIDDEN, tiny.VOCABULARY, tiny.LAYERS)
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def changed(model: Path, tmp_path: Path) -> Callable[[str, Change], Path]:
     """A copy of one of the drafts with its config and tensors changed."""

@@ -18,11 +18,6 @@ from helpers import tiny
 pytestmark = pytest.mark.usefixtures("measured_in_full")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build(tmp_path_factory.mktemp("model"))
-
-
 def perform(model: Path, folder: Path, resume: bool = False) -> None:
     asked = RunRequest(suites=("gsm8k",), methods=(), model=str(model), limit=1, max_new_tokens=4)
     session.perform(asked, folder, resume=resume, caller=session.Caller(print))

@@ -24,17 +24,11 @@ from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import methods_of, model_of, modes_of, prompts_of
 from dflash_bench.runner.setup import configure_torch, device_and_dtype, gpu_note, model_note
 from dflash_bench.tasks import sandbox
-from helpers import tiny
 from helpers.each import each
 from helpers.refusals import assert_refused
 from helpers.runs import known
 
 Main = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build(tmp_path_factory.mktemp("model"))
 
 
 def request(**changes: object) -> RunRequest:
