@@ -35,7 +35,14 @@ TAKES = "ten minutes of one core"
 PAGES = ("exactness/forgeries.md",)
 METHODS = ("dflash", "ngram")
 DRAWS = 1000
-OF_HONEST = ["method", "time beside plain decoding", "other rounds in bfloat16", "tokens per round", "in bfloat16"]
+OF_HONEST = [
+    "method",
+    "time beside plain decoding",
+    "doubted",
+    "other rounds in bfloat16",
+    "tokens per round",
+    "in bfloat16",
+]
 SHARES = (0.02, 0.05, 0.1, 0.25)
 HEAD = """# Forged runs
 
@@ -61,9 +68,9 @@ The token is in the answer's middle, where no score sees it.
 ## How honest runs differ
 
 The same run measured again, and in bfloat16; of the answers with the same tokens. Times are a method's beside plain
-decoding's, as the ratio of the two float32 runs, in {draws} draws of {drawn} answers: `accept` doubts them outside
-{least_ratio:.2f} to {most_ratio:.2f}. On another kind of machine it refutes tokens per round that differ by more
-than {off_length:.0f} %.
+decoding's, as the ratio of the two float32 runs, in {draws} draws of {drawn} answers with {least} of each:
+`accept` doubts them outside {least_ratio:.2f} to {most_ratio:.2f}. On another kind of machine it refutes tokens per round that
+differ by more than {off_length:.0f} %.
 
 {honest}
 """
@@ -104,6 +111,7 @@ def make(work: Work, options: Namespace) -> Made:
         drawn=accepting.LEAST_DRAWN,
         missed=markdown(["forged answers", "accepted", "expected"], missed, left=0),
         draws=f"{DRAWS:,}",
+        least=checks.LEAST_TIMED,
         least_ratio=1 / checks.OFF_PLAIN,
         most_ratio=checks.OFF_PLAIN,
         off_length=100 * checks.OFF_LENGTH,
@@ -177,7 +185,11 @@ def _honest(run: Path, again: Path, rounded: Path) -> Iterator[list[str]]:
         same = [one for one in other if one.stored.method == method and one.has_same_tokens]
         lengths = [checks.per_round(one.stored.generation for one in same), checks.per_round(one.again for one in same)]
         num = sum(checks.rounds_of(one.stored.generation) != checks.rounds_of(one.again) for one in same)
-        yield [method, f"{own[0]:.2f} to {own[-1]:.2f}", f"{num} of {len(same)}", *(f"{one:.2f}" for one in lengths)]
+        doubted = sum(not 1 / checks.OFF_PLAIN <= one <= checks.OFF_PLAIN for one in own)
+        yield [
+            method, f"{own[0]:.2f} to {own[-1]:.2f}", f"{doubted} of {len(own)}", f"{num} of {len(same)}",
+            *(f"{one:.2f}" for one in lengths),
+        ]  # fmt: skip
 
 
 def _pairs(run: Path, other: Path) -> list[Redone]:
