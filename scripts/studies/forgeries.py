@@ -69,8 +69,8 @@ The token is in the answer's middle, where no score sees it.
 
 The same run measured again, and in bfloat16; of the answers with the same tokens. Times are a method's beside plain
 decoding's, as the ratio of the two float32 runs, in {draws} draws of {drawn} answers with {least} of each:
-`accept` doubts them outside {least_ratio:.2f} to {most_ratio:.2f}. On another kind of machine it refutes tokens per round that
-differ by more than {off_length:.0f} %.
+`accept` doubts them outside {least_ratio:.2f} to {most_ratio:.2f}. On another kind of machine it refutes
+tokens per round that differ by more than {off_length:.0f} %.
 
 {honest}
 """
