@@ -415,18 +415,24 @@ def _contradictions(
 
 
 def _unscored(identity: RunIdentity, match: PlanMatch, rows: Any) -> Iterator[tuple[str, Any]]:
-    """Find answers without a score that the suite's scorer could have scored. Prompts are excused by their ids."""
-    without_code = identity.code == "not run"
-    wanted = np.zeros(len(rows), dtype=bool)
+    """Find answers without a score that the suite's scorer could have scored, and scores of others.
+
+    Prompts are excused by their ids. Older runs do not name their scorers.
+    """
+    can_be, cannot = np.zeros(len(rows), dtype=bool), np.zeros(len(rows), dtype=bool)
     for name, suite in identity.suites.items():
-        if suite.scorer != "none" and not (without_code and suite.scorer in CODE_SCORERS):
-            wanted |= (rows["suite"] == name) & ~rows["prompt_id"].isin(suite.unscored)
-    wanted &= ~_by_method(rows, list(map(is_imposed, rows["method"].cat.categories)), False)
+        cannot |= ("scorer" in suite.model_fields_set) & (rows["suite"] == name).to_numpy()
+        if suite.scorer != "none" and not (identity.code == "not run" and suite.scorer in CODE_SCORERS):
+            can_be |= (rows["suite"] == name) & ~rows["prompt_id"].isin(suite.unscored)
+    can_be &= match.is_last_turn & ~rows["failed"]
+    cannot &= ~can_be & (match.place >= 0)
     is_scored = rows["passed"] | rows["valued"]
-    lacking = match.is_last_turn & ~rows["failed"] & ~is_scored
-    yield "not scored, although the suite has a scorer", np.flatnonzero(wanted & lacking)
-    of_code = [name for name, suite in identity.suites.items() if without_code and suite.scorer in CODE_SCORERS]
-    yield "scored by code that the run did not run", np.flatnonzero(rows["suite"].isin(of_code) & is_scored)
+    imposed = _by_method(rows, list(map(is_imposed, rows["method"].cat.categories)), False)
+    yield "not scored, although the suite has a scorer", np.flatnonzero(can_be & ~imposed & ~is_scored)
+    yield (
+        "scored, although no scorer could score it",
+        np.flatnonzero(cannot & is_scored),
+    )
 
 
 def _by_cell(kind: str, what: str, which: Any, rows: Any, names: Sequence[str]) -> Iterator[Problem]:

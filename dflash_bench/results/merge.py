@@ -60,6 +60,7 @@ class ShardRun:
         about: list[tuple[object, str | None]] = [(self.info.boot or self.folder, self.info.started)]
         about += [(one.boot or (self.folder, number), one.started) for number, one in enumerate(self.info.resumed)]
         ends = sorted(self.span[0] + one.end_s for one in self.records if one.end_s is not None)
+        about = [(machine, started) for machine, started in about if started is not None]
         starts = [_seconds(started) for _, started in about]
         for (machine, _), (began_s, after_s) in zip(about, pairwise([*starts, inf]), strict=True):
             if own := [end_s for end_s in ends if began_s < end_s <= after_s]:
@@ -236,4 +237,4 @@ def _workers(shards: Sequence[ShardRun]) -> dict[str, Any]:
         for machine, at_s, _ in ran
     ]
     kinds = {environment.kind(about.to_json()) for one in shards for about in one.info.environments}
-    return {"number": len(shards), "on_one_machine": max(at_once), "kinds": sorted(kinds)}
+    return {"number": len(shards), "on_one_machine": max(at_once, default=1), "kinds": sorted(kinds)}

@@ -313,18 +313,33 @@ def read(part: Path, identity: Identity | None = None, as_written: bool = True) 
 
 
 VALUE_BYTES = 8
-"""The most that a value takes in memory, beside the bytes of texts."""
+"""The most that a value takes in memory that is no text."""
 
 
 def num_bytes(part: Path) -> int:
-    """Return about how many bytes a part takes in memory, from its metadata; 0 for a part that cannot be read."""
+    """Return about how many bytes a part takes in memory; 0 for a part that cannot be read.
+
+    Texts are measured by their dictionaries: a few bytes of a file can repeat a long text in every row.
+    """
     try:
         with _opened(part, as_written=False) as file:
             groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+            columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+            in_lists: int = sum(max(one.total_uncompressed_size, VALUE_BYTES * one.num_values) for one in columns)
     except UserError:
         return 0
-    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
-    return sum(max(one.total_uncompressed_size, VALUE_BYTES * one.num_values) for one in columns)
+    return in_lists + _bytes_of_texts(part)
+
+
+def _bytes_of_texts(part: Path) -> int:
+    from pyarrow import compute, parquet
+
+    names = [name for name, column in COLUMNS.items() if column.kind == "string"]
+    with parquet.ParquetFile(part, read_dictionary=names) as file:
+        texts = file.read(columns=[name for name in names if name in file.schema_arrow.names])
+    chunks = [chunk for column in texts.columns for chunk in column.chunks]
+    lengths = [compute.binary_length(chunk.dictionary).take(chunk.indices) for chunk in chunks]
+    return sum(int(compute.sum(one).as_py() or 0) for one in lengths)
 
 
 def records(stored: Sequence[Path], identity: Identity) -> list[Answer]:

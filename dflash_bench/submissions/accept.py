@@ -17,11 +17,12 @@ from dflash_bench import __version__
 from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import whole_folder
-from dflash_bench.core.types import CODE_SCORERS, SCHEMA_VERSION, Answer, Generation, Settings
+from dflash_bench.core.types import CODE_SCORERS, SCHEMA_VERSION, Answer, Generation, Message, Settings
 from dflash_bench.models.chat import decoder_of
 from dflash_bench.results import pack as packs
 from dflash_bench.results import parts, recheck, row_checks, store
 from dflash_bench.results import plan as plans
+from dflash_bench.results.columns import COLUMNS
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.recheck import CheckedPart, Recheck
 from dflash_bench.results.run_info import ForwardTimes, RunIdentity, RunInfo, SettingsEntry, as_json, read_info
@@ -109,7 +110,8 @@ def _compared(
     then, now = (comparable(one, here.is_served) for one in (info.identity.to_json(), here.identity))
     stored = plans.recorded(info, str(run)).methods
     planned = {**work.to_store(here.plan), **({"methods": [*stored]} if here.is_served else {})}
-    yield checks.same_plan(then, now, info.plan.to_json() if info.plan is not None else {}, planned)
+    plan = info.plan.to_json() if info.plan is not None else {}
+    yield checks.same_plan(then, now, plan, planned, here.other_categories(answers))
     yield checks.same_models(then, now, here.is_served, here.own_parts)
     yield checks.failures(sum(one.generation.error is not None for one in answers), len(answers))
     yield here.texts(run)
@@ -117,6 +119,7 @@ def _compared(
     redone = here.all_redone(chosen, answers, stored[0], tell)
     yield checks.tokens(redone, not unlike)
     yield checks.counts(redone, not unlike)
+    yield checks.measurements(redone, {name for one in answers for name in one.measured}, not unlike)
     tell("scoring")
     yield checks.scores(list(here.scored(answers)))
     tell("timing forward passes")
@@ -200,12 +203,24 @@ class Here:
         place = _place(stored)
         messages = item.messages(stored.turn, lambda turn: plain.get((*place[:-1], turn)))
         alone, regenerated = _alone(stored.settings), None
-        if stored.method in self.plan.methods:
+        if stored.method in self.plan.methods and not self.is_served:
             regenerated = self.backend.generate(stored.method, messages, alone, stored.repeat)
+        measured = {} if self.is_served else self._measured(stored, messages)
         if not checks.has_judge(stored):
-            return Redone(stored, regenerated, is_judged=False)
+            return Redone(stored, regenerated, is_judged=False, measured=measured)
         departure = self.backend.audit(messages, stored.generation.token_ids, alone)
-        return Redone(stored, regenerated, is_judged=True, departure=departure)
+        return Redone(stored, regenerated, is_judged=True, departure=departure, measured=measured)
+
+    def _measured(self, stored: Answer, messages: Sequence[Message]) -> dict[str, Any]:
+        """Return the integer columns that measurements derive from an answer; others hold times or are rounded."""
+        columns = [one.judged(stored, messages, self.backend) for one in self.plan.instruments.values()]
+        return {name: value for own in columns for name, value in own.items() if "int" in COLUMNS[name].item}
+
+    def other_categories(self, answers: Sequence[Answer]) -> list[str]:
+        """Return the ids of prompts whose answers are stored under another category."""
+        items = [(answer, self.item(answer)) for answer in answers]
+        other = (one.prompt_id for one, item in items if item is not None and one.category != item.prompt.category)
+        return list(dict.fromkeys(other))
 
     def texts(self, run: Path) -> CheckedPart:
         """Decode the tokens of all answers, and compare the result with the stored texts."""

@@ -7,8 +7,8 @@ their plausibility is assessed. The functions are pure: `accept` does the measur
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import fsum
 from typing import Any
 
@@ -16,7 +16,7 @@ from dflash_bench.analysis import roofline
 from dflash_bench.core import environment, methods
 from dflash_bench.core.forwards import PEAK_BANDWIDTH
 from dflash_bench.core.methods import is_lossy, shown
-from dflash_bench.core.types import Answer, Divergence, Generation
+from dflash_bench.core.types import Answer, Divergence, Exactness, Generation
 from dflash_bench.results import plan as plans
 from dflash_bench.results import run_info
 from dflash_bench.results.plan import BASELINE
@@ -27,9 +27,20 @@ from dflash_bench.tasks.scorers.base import Score
 
 OF_PLAN = ("suites", "max_new_tokens", "settings", "seed", "repeats", "order")
 """Identity fields that decide prompts and decoding, in addition to the plan."""
-OF_MODELS = ("engine", "target", "revisions", "dtype", "quantize", "stop_ids", "context_length", "methods", "drafts")
+OF_MODELS = (
+    "model",
+    "engine",
+    "target",
+    "revisions",
+    "dtype",
+    "quantize",
+    "stop_ids",
+    "context_length",
+    "methods",
+    "drafts",
+)
 """Identity fields that decide the weights."""
-OF_TARGET = ("revisions",)
+OF_TARGET = ("model", "revisions")
 """The same for runs on servers, where only the judge's target is loaded."""
 WHERE = ("source", "revision")
 """The location of the prompts, which may differ: their hash identifies them."""
@@ -62,10 +73,22 @@ class Redone:
     """Whether the judge read the stored tokens."""
     departure: Divergence | None = None
     """Where the stored tokens depart furthest from the target's own choice."""
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    """Columns of measurements, made again from the stored answer."""
 
     @property
     def has_same_tokens(self) -> bool:
         return self.again is not None and self.again.token_ids == self.stored.generation.token_ids
+
+    @property
+    def has_same_prompt(self) -> bool:
+        now = self.stored.generation.num_prompt_tokens if self.again is None else self.again.num_prompt_tokens
+        return self.stored.generation.num_prompt_tokens == now
+
+    @property
+    def claim(self) -> Exactness:
+        """The stored verdict on its tokens; without an audit, that of the comparison with the plain answer."""
+        return self.stored.audit or ("mismatch" if self.stored.exactness == "mismatch" else "exact")
 
     @property
     def place(self) -> str:
@@ -74,10 +97,19 @@ class Redone:
 
 
 def same_plan(
-    then: Mapping[str, Any], now: Mapping[str, Any], plan_then: Mapping[str, Any], plan_now: Mapping[str, Any]
+    then: Mapping[str, Any],
+    now: Mapping[str, Any],
+    plan_then: Mapping[str, Any],
+    plan_now: Mapping[str, Any],
+    other_categories: Sequence[str] = (),
 ) -> CheckedPart:
-    """Compare prompts, wording, settings and limits, from the identities and the plans stored in `run.json`."""
+    """Compare prompts, wording, settings and limits, from the identities and the plans stored in `run.json`.
+
+    `other_categories` are ids of prompts whose answers are stored under another category.
+    """
     found = [*plans.differences(plan_then, plan_now), *_differences(then, now, OF_PLAN)]
+    if other_categories:
+        found.append(f"{len(other_categories)} prompts have other categories, such as {min(other_categories)}")
     return _finding("plan", found, 1, "the same prompts, settings and limits here")
 
 
@@ -89,6 +121,8 @@ def same_models(
     A part in `own_parts` is the user's copy, with another name. A hub id with its commit and the hash of a folder's
     weights cannot be compared.
     """
+    if is_served and then.get("engine") != "server":
+        return _finding("models", ["servers are named, but another engine"], 1, "")
     keys, then, now = OF_TARGET if is_served else OF_MODELS, _unnamed(then, own_parts), _unnamed(now, own_parts)
     weights, weights_now = (dict(one.get("revisions") or {}) for one in (then, now))
     other = [part for part in own_parts if _is_commit(weights.get(part)) != _is_commit(weights_now.get(part))]
@@ -97,7 +131,9 @@ def same_models(
     if other and not found:
         said = [f"{part} was {weights.get(part)} and is {weights_now.get(part)} here" for part in sorted(other)]
         return CheckedPart(check="models", state="unchecked", what=f"{'; '.join(said)}, which cannot be compared")
-    return _finding("models", found, 1, "the same target here" if is_served else "the same target and drafts here")
+    named = sorted({revision for revision in weights.values() if _is_commit(revision)})
+    what = "the same target here" if is_served else "the same target and drafts here"
+    return _finding("models", found, 1, f"{what}{': ' * bool(named)}{', '.join(named)}")
 
 
 def _is_commit(revision: str | None) -> bool:
@@ -110,7 +146,7 @@ def _unnamed(identity: Mapping[str, Any], own_parts: Collection[str]) -> dict[st
         part: {**draft, "name": None} if part in own_parts else draft
         for part, draft in (identity.get("drafts") or {}).items()
     }
-    return {**identity, "drafts": drafts, **({"target": None} if "target" in own_parts else {})}
+    return {**identity, "drafts": drafts, **({"target": None, "model": None} if "target" in own_parts else {})}
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any], keys: Sequence[str]) -> Iterator[str]:
@@ -171,56 +207,83 @@ def failures(num_failed: int, num_answers: int) -> CheckedPart:
 def tokens(redone: Sequence[Redone], is_alike: bool) -> CheckedPart:
     """Compare stored verdicts with the judge's; for sampled decoding, compare tokens with the regenerated answers.
 
-    `is_alike`: whether this machine rounds as the run's, so that sampling draws the same tokens again.
+    So are answers stored as mismatches, of which the judge only tells that they are wrong. `is_alike`: whether this
+    machine rounds as the run's, so that the same tokens come out again.
     """
-    wrong = [problem for one in redone if one.is_judged and (problem := _misjudged(one))]
     judged = [one for one in redone if one.is_judged]
-    drawn = [one for one in redone if not one.is_judged and one.again is not None]
+    wrong = [problem for one in judged if (problem := _misjudged(one))]
+    mismatches = [one for one in judged if one.claim == "mismatch"]
+    drawn = [one for one in redone if one.again is not None and (not one.is_judged or one.claim == "mismatch")]
     other = [one for one in drawn if not one.has_same_tokens]
+    wrong += [f"{one.place}: another number of prompt tokens" for one in redone if not one.has_same_prompt]
     what = f"{len(judged)} of {len(redone)} sampled answers match their stored verdicts"
+    if mismatches:
+        what += f"; {len(mismatches)} are stored as mismatches"
     if drawn:
-        what += f"; {len(drawn) - len(other)} of {len(drawn)} that the judge cannot check came out the same here"
-    if silent := len(redone) - len(judged) - len(drawn):
+        what += f"; {len(drawn) - len(other)} of {len(drawn)} that the judge cannot tell came out the same here"
+    if silent := len([one for one in redone if not one.is_judged and one.again is None]):
         what += f"; {silent} cannot be checked here"
-    certain = [one for one in drawn if is_alike and not one.stored.settings.is_shared]
-    if 2 * sum(not one.has_same_tokens for one in certain) > len(certain):
-        wrong += [f"{one.place}: other tokens than here" for one in certain if not one.has_same_tokens]
-    if other and not wrong:
+    for own in _by_method(one for one in drawn if is_alike and not one.stored.settings.is_shared).values():
+        if 2 * sum(not one.has_same_tokens for one in own) > len(own):
+            wrong += [f"{one.place}: other tokens than here" for one in own if not one.has_same_tokens]
+    if (other or mismatches) and not wrong:
         return CheckedPart(check="tokens", state="doubtful", what=what)
     return _finding("tokens", wrong, len(judged) + len(drawn), what)
 
 
 def _misjudged(one: Redone) -> str:
     """Return how the stored verdict contradicts the judge's; empty if it does not."""
-    stored = one.stored
-    claims = stored.audit or ("mismatch" if stored.exactness == "mismatch" else "exact")
     now = one.departure.verdict if one.departure is not None else "exact"
-    if (claims == "mismatch") == (now == "mismatch"):
+    if (one.claim == "mismatch") == (now == "mismatch"):
         return ""
-    return f"{one.place}: stored as {claims}, and the judge finds {now} ({one.departure or 'no gap'})"
+    return f"{one.place}: stored as {one.claim}, and the judge finds {now} ({one.departure or 'no gap'})"
 
 
 def counts(redone: Sequence[Redone], is_alike: bool) -> CheckedPart:
     """Compare the rounds of sampled answers with those of the regenerated answers.
 
     On a machine that rounds alike, they must be equal. Elsewhere, and for answers decoded concurrently, rounding can
-    change a draft token: if the tokens per round are the same within `OFF_LENGTH`, the result is doubtful.
+    change a draft token: if the tokens per round are the same within `OFF_LENGTH`, the result is doubtful. It is
+    unchecked if a method has no answer that could be compared.
     """
     drafting = [one for one in redone if methods.name_of(one.stored.method) != BASELINE]
     compared = [one for one in drafting if one.has_same_tokens and not is_by_chance(one.stored.method)]
     other = [one for one in compared if rounds_of(one.stored.generation) != rounds_of(one.again)]
+    lacking = _by_method(drafting).keys() - _by_method(compared).keys()
     what = f"{len(compared) - len(other)} of {len(compared)} sampled answers have the same rounds here"
     if len(drafting) > len(compared):
         what += f"; {len(drafting) - len(compared)} cannot be drafted again"
+    if lacking:
+        what += f", of {_labels(lacking)} none"
     certain = [one for one in other if is_alike and not one.stored.settings.is_shared]
     wrong = [f"{one.place}: {_lengths([one])}" for one in certain]
     for label, own in _by_method(compared).items():
-        stored, here = per_round([one.stored.generation for one in own]), per_round([one.again for one in own])
+        stored, here = per_round(one.stored.generation for one in own), per_round(one.again for one in own)
         if abs(stored / here - 1) > OFF_LENGTH:
             wrong.append(f"{shown(label)}: {_lengths(own)}")
     if other and not wrong:
         return CheckedPart(check="counts", state="doubtful", what=f"{what}; tokens per round {_lengths(compared)}")
-    return _finding("counts", wrong, len(compared), what)
+    return _finding("counts", wrong, 0 if lacking else len(compared), what)
+
+
+def measurements(redone: Sequence[Redone], columns: Collection[str], is_alike: bool) -> CheckedPart:
+    """Compare what measurements derive from answers, and name the `columns` of rows that cannot be made again."""
+    made = {name for one in redone for name in one.measured}
+    wrong = [
+        f"{one.place}: {name}"
+        for one in redone
+        for name in one.measured.keys() & one.stored.measured.keys()
+        if [*one.stored.measured[name]] != [*one.measured[name]]
+    ]
+    left_out = sorted({*columns} - made)
+    what = f"{', '.join(sorted(made)) or 'none'} made again" + f"; not {', '.join(left_out)}" * bool(left_out)
+    if wrong and not is_alike:
+        return CheckedPart(check="measurements", state="doubtful", what=f"{what}; {_listed(wrong)}")
+    return _finding("measurements", wrong, not left_out, what)
+
+
+def _labels(several: Iterable[str]) -> str:
+    return ", ".join(sorted(map(shown, several)))
 
 
 def _by_method(redone: Iterable[Redone]) -> dict[str, list[Redone]]:
@@ -262,17 +325,17 @@ def scores(pairs: Sequence[tuple[Answer, Score | None]]) -> CheckedPart:
     wrong = [
         f"{answer.suite} {answer.prompt_id} {shown(answer.method)}: {_score(answer)} stored, {_score(score)} here"
         for answer, score in told
-        if (answer.passed, answer.score) != (score.passed, score.value)
+        if (answer.passed, answer.score, answer.answer) != (score.passed, score.value, score.answer)
     ]
     what = f"{len(told)} answers scored again"
     if len(pairs) > len(told):
         what += f"; {len(pairs) - len(told)} cannot be scored here"
-    return _finding("scores", wrong, len(told), what)
+    return _finding("scores", wrong, len(pairs) == len(told) > 0, what)
 
 
 def _score(one: Answer | Score) -> str:
     value = one.score if isinstance(one, Answer) else one.value
-    return str(one.passed if one.passed is not None else value)
+    return f"{one.passed if one.passed is not None else value} ({one.answer!r:.40})"
 
 
 def texts(num_wrong: int, num_decoded: int, num_answers: int) -> CheckedPart:
@@ -288,8 +351,8 @@ def times(
     """Assess the plausibility of a run's times.
 
     They are doubtful if forward passes exceed the memory bandwidth, or if plain decoding is slower than its own forward
-    passes. On a machine that is not `unlike` the run's, also if passes differ by more than `OFF` from those here, or a
-    method's time by more than `OFF_PLAIN` from the regenerated answers', both as ratios to plain decoding.
+    passes. On a machine that is not `unlike` the run's, also if passes differ by more than `OFF` from those here, or
+    times of a method from those of the regenerated answers, both as ratios to plain decoding.
     """
     info = table.info
     measured = info.forwards
@@ -307,24 +370,46 @@ def times(
         beside = f"{ratio:.2f} times as fast as here, on the same kind of machine"
         (doubts if ratio > OFF or ratio < 1 / OFF else said).append(beside)
         doubts += _other_than_plain(redone)
+        drafting = {one.stored.method for one in redone} - {BASELINE}
+        if left_out := drafting - beside_plain(redone, _decode_s).keys():
+            said.append(f"too few answers of {_labels(left_out)} to compare, decoded alone and in the same rounds")
     return CheckedPart(check="times", state="doubtful" if doubts else "unchecked", what="; ".join([*said, *doubts]))
 
 
 def _other_than_plain(redone: Sequence[Redone]) -> Iterator[str]:
     """Yield methods whose stored times, beside plain decoding's, are not those of the regenerated answers."""
-    for label, ratio in beside_plain(redone).items():
-        if not 1 / OFF_PLAIN <= ratio <= OFF_PLAIN:
-            yield f"{shown(label)} took {ratio:.2f} times as long as here, compared with plain decoding"
+    for what, (seconds, most) in BESIDE_PLAIN.items():
+        for label, ratio in beside_plain(redone, seconds).items():
+            if not 1 / most <= ratio <= most:
+                yield f"{shown(label)}'s {what} took {ratio:.2f} times as long as here, compared with plain decoding's"
 
 
-def beside_plain(redone: Sequence[Redone]) -> dict[str, float]:
+Seconds = Callable[[Generation], float]
+
+
+def _decode_s(answer: Generation) -> float:
+    return answer.decode_s
+
+
+def _prefill_s(answer: Generation) -> float:
+    return answer.prefill_s
+
+
+BESIDE_PLAIN: Mapping[str, tuple[Seconds, float]] = {"decoding": (_decode_s, OFF_PLAIN), "prefill": (_prefill_s, OFF)}
+"""The times compared as ratios to plain decoding's, with the most that the ratios may differ."""
+
+
+def beside_plain(redone: Sequence[Redone], seconds: Seconds = _decode_s) -> dict[str, float]:
     """Return each method's stored time as a ratio to the time here, both as ratios to plain decoding's."""
     timed = _by_method(filter(_is_timed, redone)).items()
-    seconds = {label: _seconds(own) for label, own in timed if len(own) >= LEAST_TIMED}
-    if BASELINE not in seconds:
-        return {}
-    plain, plain_here = seconds.pop(BASELINE)
-    return {label: stored / here * plain_here / plain for label, (stored, here) in seconds.items()}
+    ratios = {label: _ratio(own, seconds) for label, own in timed if len(own) >= LEAST_TIMED}
+    plain = ratios.pop(BASELINE, None)
+    return {} if plain is None else {label: ratio / plain for label, ratio in ratios.items()}
+
+
+def _ratio(redone: Sequence[Redone], seconds: Seconds) -> float:
+    stored = fsum(seconds(one.stored.generation) for one in redone)
+    return stored / fsum(seconds(one.again) for one in redone if one.again is not None)
 
 
 def _is_timed(one: Redone) -> bool:
@@ -335,12 +420,6 @@ def _is_timed(one: Redone) -> bool:
         and one.stored.generation.num_decoded > 0
         and rounds_of(one.stored.generation) == rounds_of(one.again)
     )
-
-
-def _seconds(redone: Sequence[Redone]) -> tuple[float, float]:
-    """Return the seconds of decoding, stored and here."""
-    stored = fsum(one.stored.generation.decode_s for one in redone)
-    return stored, fsum(one.again.decode_s for one in redone if one.again is not None)
 
 
 def _beyond(measured: ForwardTimes, rate: float, info: RunInfo) -> list[str]:

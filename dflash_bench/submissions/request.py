@@ -6,7 +6,7 @@ are never read here, where they are others if they exist at all.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -15,13 +15,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
+from dflash_bench.core.types import CEILINGS
 from dflash_bench.models import presets
 from dflash_bench.models.hub import COMMIT
 from dflash_bench.models.presets import Preset, parse_drafts
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.run_info import RunIdentity, RunInfo
 from dflash_bench.runner.config import RunRequest
-from dflash_bench.runner.plan import methods_and_model
+from dflash_bench.runner.plan import methods_and_model, parse
 from dflash_bench.runner.requests import request_of
 from dflash_bench.runner.setup import default_dtype, pinned
 from dflash_bench.tasks.scorers.base import EVALUATED
@@ -29,7 +30,7 @@ from dflash_bench.tasks.scorers.base import EVALUATED
 OF_THE_RUNNER = frozenset(
     """
     servers dialect served_model api_key_env timeout env_proxy launch launch_with launch_args rate clients concurrency
-    slo shard unsafe_code record headroom energy prefix_reuse device device_map engine kernels graph compile
+    slo shard unsafe_code energy prefix_reuse device device_map engine kernels graph compile
     tensor_parallel threads workers ray_address
     """.split()
 )
@@ -78,7 +79,8 @@ def again(request: AcceptRequest, info: RunInfo) -> RunAgain:
     options = _typed(request.pack, info)
     is_served = bool(info.identity.servers)
     if is_served:
-        options |= {"methods": (BASELINE,), "drafts": (), "block_size": None, "draft_steps": None, "over": ()}
+        options |= {"methods": (BASELINE,), "drafts": (), "block_size": None, "draft_steps": None, "quantize": None}
+    options["over"] = () if is_served else _of_methods(options.get("over", ()))
     _refuse_files(options, request)
     own = {"target": request.target, "data": request.data, "prompts": request.prompts}
     options |= {name: value for name, value in own.items() if value is not None}
@@ -114,10 +116,15 @@ def _typed(pack: Path, info: RunInfo) -> dict[str, Any]:
     return {"drafts": (), **options}
 
 
+def _of_methods(axes: Sequence[str]) -> tuple[str, ...]:
+    """Return the axes of --over that vary methods: those of settings are stored as the options that they set."""
+    return tuple(text for text in axes if not any(axis.is_of_settings for axis in parse([text])))
+
+
 def _default_dtype(identity: RunIdentity, is_served: bool) -> str | None:
     """Return the dtype that the run, or the judge of its servers' answers, used by default."""
     if is_served:
-        return None if identity.judge is None else identity.judge.dtype
+        return identity.judge.dtype if identity.judge is not None and identity.judge.dtype in CEILINGS else None
     return None if identity.device is None else default_dtype(identity.device)
 
 

@@ -35,14 +35,7 @@ TAKES = "ten minutes of one core"
 PAGES = ("exactness/forgeries.md",)
 METHODS = ("dflash", "ngram")
 DRAWS = 1000
-OF_HONEST = [
-    "method",
-    "time beside plain decoding",
-    "doubted",
-    "other rounds in bfloat16",
-    "tokens per round",
-    "in bfloat16",
-]
+OF_HONEST = ["method", "what", "found", "bound", "doubted, or other"]
 SHARES = (0.02, 0.05, 0.1, 0.25)
 HEAD = """# Forged runs
 
@@ -68,9 +61,9 @@ The token is in the answer's middle, where no score sees it.
 ## How honest runs differ
 
 The same run measured again, and in bfloat16; of the answers with the same tokens. Times are a method's beside plain
-decoding's, as the ratio of the two float32 runs, in {draws} draws of {drawn} answers with {least} of each:
-`accept` doubts them outside {least_ratio:.2f} to {most_ratio:.2f}. On another kind of machine it refutes
-tokens per round that differ by more than {off_length:.0f} %.
+decoding's, as ratios of the two float32 runs, in {draws} draws of {drawn} answers with {least} of each, and how many
+draws `accept` would doubt. Tokens per round are those in float32 and in bfloat16, and how many answers have other
+rounds; on another kind of machine `accept` refutes a larger difference than the bound.
 
 {honest}
 """
@@ -112,10 +105,7 @@ def make(work: Work, options: Namespace) -> Made:
         missed=markdown(["forged answers", "accepted", "expected"], missed, left=0),
         draws=f"{DRAWS:,}",
         least=checks.LEAST_TIMED,
-        least_ratio=1 / checks.OFF_PLAIN,
-        most_ratio=checks.OFF_PLAIN,
-        off_length=100 * checks.OFF_LENGTH,
-        honest=markdown(OF_HONEST, list(_honest(run, *others)), left=1),
+        honest=markdown(OF_HONEST, list(_honest(run, *others)), left=2),
     )
     return Made({PAGES[0]: page}, wrong)
 
@@ -179,17 +169,21 @@ def _missed(run: Path, folder: Path, share: float, num_seeds: int, num_answers: 
 def _honest(run: Path, again: Path, rounded: Path) -> Iterator[list[str]]:
     """Yield a row for each method: how times and tokens per round differ between honest runs."""
     timed, other = _pairs(run, again), _pairs(run, rounded)
-    ratios = [checks.beside_plain(Random(seed).sample(timed, accepting.LEAST_DRAWN)) for seed in range(DRAWS)]
+    draws = [Random(seed).sample(timed, accepting.LEAST_DRAWN) for seed in range(DRAWS)]
     for method in METHODS:
-        own = sorted(one[method] for one in ratios if method in one)
         same = [one for one in other if one.stored.method == method and one.has_same_tokens]
         lengths = [checks.per_round(one.stored.generation for one in same), checks.per_round(one.again for one in same)]
         num = sum(checks.rounds_of(one.stored.generation) != checks.rounds_of(one.again) for one in same)
-        doubted = sum(not 1 / checks.OFF_PLAIN <= one <= checks.OFF_PLAIN for one in own)
-        yield [
-            method, f"{own[0]:.2f} to {own[-1]:.2f}", f"{doubted} of {len(own)}", f"{num} of {len(same)}",
-            *(f"{one:.2f}" for one in lengths),
-        ]  # fmt: skip
+        for what, (seconds, most) in checks.BESIDE_PLAIN.items():
+            found = [checks.beside_plain(draw, seconds) for draw in draws]
+            own = sorted(one[method] for one in found if method in one)
+            doubted = sum(not 1 / most <= one <= most for one in own)
+            yield [
+                method, what, f"{own[0]:.2f} to {own[-1]:.2f}", f"{1 / most:.2f} to {most:.2f}",
+                f"{doubted} of {len(own)}",
+            ]  # fmt: skip
+        counts = " and ".join(f"{one:.2f}" for one in lengths)
+        yield [method, "tokens per round", counts, f"{100 * checks.OFF_LENGTH:.0f} %", f"{num} of {len(same)}"]
 
 
 def _pairs(run: Path, other: Path) -> list[Redone]:

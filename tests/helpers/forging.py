@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dflash_bench.core.types import Answer, Generation
+from dflash_bench.core.types import Answer, Divergence, Generation
 from dflash_bench.models import presets
 from dflash_bench.models.chat import decoder_of
 from dflash_bench.results import integrity, parts, plan, run_info, store
@@ -156,6 +156,20 @@ def failed(row: Answer) -> Answer:
     return replace(unjudged, generation=row.generation.refused("out of memory"), measured={}, pass_s=None)
 
 
+def admitted(row: Answer) -> Answer:
+    """The answer with another token, which its own verdict admits: its rounds would then be free."""
+    gap = Divergence(len(row.generation.token_ids) // 2, 5.0, 1e-4)
+    verdicts: dict[str, Any] = {"audit": "mismatch", "departure": gap}
+    if row.exactness is not None:
+        verdicts |= {"exactness": "mismatch", "divergence": gap} if row.method != "ar" else {}
+    return replace(other_token(row), **verdicts)
+
+
+def with_quick_prefill(row: Answer) -> Answer:
+    own = row.generation
+    return replace(row, generation=replace(own, prefill_s=0.1 * own.prefill_s))
+
+
 def of_another_prompt(rows: list[Answer]) -> list[Answer]:
     """Each prompt has the answers of the next one."""
     num = len({row.method for row in rows})
@@ -230,6 +244,18 @@ def identity(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda content: content["identity"].update(changes)
 
 
+def as_served(content: dict[str, Any]) -> None:
+    """The run of the own engine named as one of servers, whose rounds nobody recomputes."""
+    server = {
+        "address": "http://127.0.0.1:1",
+        "dialect": "vllm",
+        "version": None,
+        "model": None,
+        "prompts": "token ids",
+    }
+    content["identity"]["servers"] = {"dflash": {**server, "prefix_cache": "off", "facts": {}}}
+
+
 def with_other_weights(content: dict[str, Any]) -> None:
     content["identity"]["revisions"]["target"] = "f" * 64
 
@@ -290,5 +316,29 @@ FORGERIES = (
     Forgery("the same, with a time limit", "plan", "refuted", rows=of_the_last, info=picked_in_time),
     Forgery("wrong answers marked as failed", "failures", "doubtful", rows=each(failed)),
     Forgery("wrong answers left unscored", "arithmetic", "refuted", rows=each(unscored)),
+    Forgery("another model named", "models", "refuted", info=identity(model="qwen3-32b")),
+    Forgery("servers named", "models", "refuted", info=as_served),
+    Forgery("wrong tokens, admitted", "tokens", "refuted", rows=each(admitted, "dflash")),
+    Forgery(
+        "prompts of more tokens",
+        "tokens",
+        "refuted",
+        rows=of_generation(lambda own: replace(own, num_prompt_tokens=own.num_prompt_tokens + 1)),
+    ),
+    Forgery("another category", "plan", "refuted", rows=each(lambda row: replace(row, category="easy"))),
+    Forgery("another number taken from a text", "scores", "refuted", rows=each(lambda row: replace(row, answer="7"))),
+    Forgery(
+        "other kinds of text",
+        "measurements",
+        "refuted",
+        rows=each(lambda row: replace(row, measured={"text_kinds": (1,) * len(row.generation.token_ids)})),
+    ),
+    Forgery(
+        "energy that nothing measured",
+        "measurements",
+        "unchecked",
+        rows=each(lambda row: replace(row, measured={**row.measured, "energy_j": 0.1})),
+    ),
+    Forgery("a method's prefill, a tenth", "times", "doubtful", rows=each(with_quick_prefill, "dflash")),
     Forgery("another dtype named", "models", "refuted", info=identity(dtype="bfloat16")),
 )

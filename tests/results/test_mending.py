@@ -41,24 +41,26 @@ WORDS = (
 NUM_ANSWERS = (4 + 3) * 2 * 2
 
 
+SUITES = {
+    "gsm8k": {"version": 1, "source": "here", "prompts": 4, "scorer": "gsm8k_number"},
+    "prompts": {"version": 1, "source": "here", "prompts": 2, "scorer": "none"},
+}
+
+
 def go(monkeypatch: Patch, *words: object, **faults: Any) -> tuple[int, FakeBackend]:
     backend = FakeBackend(**faults)
-    install(monkeypatch, backend, {"suites": {name: suite("none") for name in ("gsm8k", "prompts")}})
+    install(monkeypatch, backend, {"suites": SUITES})
     return main(monkeypatch, "run", *WORDS, "--out", "run", *words), backend
 
 
 def resumed(monkeypatch: Patch) -> FakeBackend:
     """Without the screen that closes a run. It is read instead, which refuses a run with a problem."""
     backend = FakeBackend()
-    install(monkeypatch, backend, {"suites": {name: suite("none") for name in ("gsm8k", "prompts")}})
+    install(monkeypatch, backend, {"suites": SUITES})
     request = measuring.request_of(suite="gsm8k", prompts="p.jsonl", data="data", methods="dflash", repeats=2)
     measuring.measure(request, Path("run"), True, lambda _: None)
     table.read_run(Path("run"))
     return backend
-
-
-def suite(scorer: str) -> dict[str, Any]:
-    return {"version": 1, "source": "here", "prompts": 4 if scorer == "gsm8k" else 2, "scorer": scorer}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -451,11 +451,13 @@ def test_a_row_that_no_run_writes_is_named(what: str, audited: Path, tmp_path: P
 
 def test_only_prompts_that_the_run_names_may_be_without_a_score(tmp_path: Path) -> None:
     suites = {"gsm8k": SUITES["gsm8k"] | {"prompts": 5, "unscored": ["p003", "p900"]}}
-    run = stored(tmp_path / "run", answers(5), suites=suites)
-    with_rows(run, p003=set_to(passed=None))
+    rows = [replace(row, passed=None) if row.prompt_id == "p003" else row for row in answers(5)]
+    run = stored(tmp_path / "run", rows, suites=suites)
     assert not check_runs([run], None, None, ()).outcome.failures
     with_rows(run, p002=set_to(passed=None))
     assert [(kind, why.endswith("first p002")) for _, kind, why in problems_of(run)] == [("invalid", True)]
+    with_rows(run, p003=set_to(passed=True))
+    assert any("no scorer could score it, first p003" in why for _, _, why in problems_of(run))
 
 
 def test_a_page_shows_none_of_the_rows_that_would_upset_it(audited: Path, tmp_path: Path, main: Main) -> None:

@@ -247,6 +247,13 @@ def test_a_shard_that_another_machine_continued_names_both(copies: Path) -> None
     refused(shards, r"packages.torch was .*, now .1\.0.")
 
 
+def test_a_process_that_does_not_say_when_it_began_counts_as_none(copies: Path) -> None:
+    shards = shards_in(copies)
+    edited(shards[1], lambda info: info.update(resumed=[{"boot": "another"}]))
+    workers = merge(shards, copies / "merged").identity.workers
+    assert workers is not None and workers.on_one_machine == 1
+
+
 @each("shard", [1, 2])
 def test_a_shard_without_its_prompts_is_refused(shard: int, copies: Path) -> None:
     (copies / str(shard) / run_info.PROMPTS_FILE).unlink()

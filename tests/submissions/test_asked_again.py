@@ -99,35 +99,53 @@ def test_the_dtype_is_that_of_the_run_where_another_is_usual(nano_run: Path, mon
 
 
 @each(
-    "changes",
+    "changes, named",
     [
-        {"limit": "x"},
-        {"limit": [1]},
-        {"methods": 3},
-        {"temperature": ["hot"]},
-        {"temperature": None},
-        {"seed": 1.5},
-        {"seed": 2**70},
-        {"context": [[]]},
-        {"model": "/etc"},
-        {"model": "../nano"},
-        {"target": "/etc"},
-        {"target": "no/where"},
-        {"drafts": ["dflash=/etc"]},
-        {"json_schema": "/etc/passwd"},
-        {"score": "evaluate:/etc"},
-        {"data": "/etc"},
-        {"prompts": "/etc/passwd"},
-        {"methods": ["rest:datastore=/etc/passwd"]},
-        {"over": ["block=x"]},
-        {"no_such_option": 1},
+        ({"limit": "x"}, "its option limit is not"),
+        ({"limit": [1]}, "its option limit is not"),
+        ({"methods": 3}, "its option methods is not"),
+        ({"temperature": ["hot"]}, "its option temperature is not"),
+        ({"temperature": None}, "its option temperature is not"),
+        ({"seed": 1.5}, "its option seed is not"),
+        ({"context": [[]]}, "its option context is not"),
+        ({"over": ["block=x"]}, "block"),
+        ({"no_such_option": 1}, "no_such_option"),
     ],
 )
-def test_options_of_no_run_are_refused_in_a_line(nano_run: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_options_of_no_run_are_refused_in_a_line(
+    nano_run: Path, tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
     run = forge(nano_run, tmp_path / "run", list, lambda content: content["options"].update(changes))
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=named) as refused:
         accepted(run)
     assert "\n" not in str(refused.value)
+
+
+@each(
+    "option, value, named",
+    [
+        ("model", "{}/weights", "pass your copy with --target"),
+        ("target", "{}/weights/target", "pass your copy with --target"),
+        ("drafts", ["dflash={}/weights/dflash"], "pass your copy with --draft dflash=PATH"),
+        ("prompts", "{}/p.jsonl", "pass your copy with --prompts"),
+        ("data", "{}/data", "pass yours with --data"),
+        ("json_schema", "{}/schema.json", "schema.json, and cannot be recomputed"),
+        ("score", "evaluate:{}/data", "data, and cannot be recomputed"),
+        ("methods", ["rest:datastore={}/p.jsonl"], "p.jsonl, and cannot be recomputed"),
+    ],
+)
+def test_files_that_the_sender_names_are_not_read(
+    nano_run: Path, weights: Path, tmp_path: Path, option: str, value: Any, named: str
+) -> None:
+    """They are here, and would do."""
+    shutil.copytree(weights, tmp_path / "weights")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Hi"}\n')
+    (tmp_path / "schema.json").write_text("{}")
+    (tmp_path / "data").mkdir()
+    own = [one.format(tmp_path) for one in value] if isinstance(value, list) else value.format(tmp_path)
+    run = forge(nano_run, tmp_path / "run", list, lambda content: content["options"].update({option: own}))
+    with pytest.raises(UserError, match=named):
+        accepted(run)
 
 
 def machine(**changes: Any) -> dict[str, Any]:

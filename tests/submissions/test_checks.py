@@ -65,6 +65,30 @@ def test_sampled_answers_that_differ_here_are_no_match(num_other: int, is_alike:
         assert checks.tokens(shared(unjudged), is_alike).state == "doubtful"
 
 
+def test_a_method_that_cannot_be_drafted_again_is_no_match_of_another() -> None:
+    again = redone(4, 0)
+    other = [replace(one, stored=replace(one.stored, method="eagle3"), again=None) for one in again]
+    assert checks.counts(again, is_alike=True).state == "confirmed"
+    assert checks.counts([*again, *other], is_alike=True).state == "unchecked"
+
+
+@each(
+    "stored, again, columns, is_alike, state",
+    [
+        ((1, 2), (1, 2), {"ranks"}, True, "confirmed"),
+        ((1, 2), (1, 3), {"ranks"}, True, "refuted"),
+        ((1, 2), (1, 3), {"ranks"}, False, "doubtful"),
+        ((1, 2), (1, 2), {"ranks", "energy_j"}, True, "unchecked"),
+    ],
+)
+def test_measurements_are_made_again_or_named(
+    stored: tuple[int, ...], again: tuple[int, ...], columns: set[str], is_alike: bool, state: str
+) -> None:
+    (one, *_) = redone(2, 0)
+    measured = replace(one, stored=replace(one.stored, measured={"ranks": stored}), measured={"ranks": again})
+    assert checks.measurements([measured], columns, is_alike).state == state
+
+
 def test_what_nothing_can_check_is_unchecked() -> None:
     silent = [replace(one, is_judged=False, again=None) for one in redone(8, 0)]
     plain = [Redone(row, row.generation, is_judged=True) for row in runs.answers(4) if row.method == "ar"]
@@ -80,7 +104,7 @@ def test_what_nothing_can_check_is_unchecked() -> None:
         ("exact", Divergence(3, 0.0005, 0.001), "confirmed"),
         ("near_tie", None, "confirmed"),
         ("exact", Divergence(3, 1.0, 0.001), "refuted"),
-        ("mismatch", Divergence(3, 1.0, 0.001), "confirmed"),
+        ("mismatch", Divergence(3, 1.0, 0.001), "doubtful"),
         ("mismatch", None, "refuted"),
     ],
 )

@@ -12,17 +12,19 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 import dflash_bench as db
 from dflash_bench.core.errors import UserError
-from dflash_bench.results import pack, recheck, store
+from dflash_bench.results import pack, parts, recheck, store
 from dflash_bench.results.recheck import CheckedPart
 from dflash_bench.submissions import accept as accepting
 from dflash_bench.submissions.accept import accept
 from dflash_bench.submissions.request import AcceptRequest
 from helpers.each import each as cases
-from helpers.forging import FORGERIES, Forgery, each, forge, of_generation
+from helpers.forging import FORGERIES, Forgery, each, forge
 
 USUAL: dict[str, Any] = {
     "model": "nano",
@@ -148,18 +150,38 @@ def test_what_unpacks_to_too_much_is_refused(
         pack.unpack(tmp_path / "pack.zip", tmp_path / "out")
 
 
+def zeros(path: Path) -> None:
+    """Write a list of a million zeros into each row, which takes a few bytes in a file."""
+    table = parquet.read_table(path)
+    ids = [[0] * 10**6] * len(table)
+    replaced(path, table, "drafted_ids", ids)
+
+
+def one_text(path: Path) -> None:
+    """Write the same long text into each row, which a dictionary stores once."""
+    table = parquet.read_table(path)
+    replaced(path, table, "text", ["x" * 10**6] * len(table))
+
+
+def replaced(path: Path, table: Any, name: str, values: list[Any]) -> None:
+    at = table.schema.get_field_index(name)
+    column = pa.array(values, table.schema.field(name).type)
+    parquet.write_table(table.set_column(at, table.schema.field(name), column), path, dictionary_pagesize_limit=1 << 30)
+
+
+@cases("bomb", [zeros, one_text])
 def test_rows_that_unpack_to_too_much_are_refused(
-    honest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    honest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bomb: Callable[[Path], None]
 ) -> None:
-    pack.write(honest, tmp_path / "pack.zip")
-    size = sum(path.stat().st_size for path in honest.iterdir())
-    # A list of a million zeros takes a few bytes in a file.
-    forge(honest, tmp_path / "run", of_generation(lambda own: replace(own, drafted_ids=(0,) * 10**6)), lambda _: None)
-    monkeypatch.setattr(pack, "MOST_BYTES", 2 * size)
-    pack.unpack(tmp_path / "pack.zip", tmp_path / "sound")
+    shutil.copytree(honest, tmp_path / "run")
+    (path,) = parts.of(tmp_path / "run")
+    monkeypatch.setattr(pack, "MOST_BYTES", 3 * path.stat().st_size)
     monkeypatch.setattr(pack, "read_run", lambda _: None)
+    pack.write(tmp_path / "run", tmp_path / "sound.zip")
+    pack.unpack(tmp_path / "sound.zip", tmp_path / "sound")
+    bomb(path)
     pack.write(tmp_path / "run", tmp_path / "bomb.zip")
-    assert (tmp_path / "bomb.zip").stat().st_size < 2 * size
+    assert path.stat().st_size < pack.MOST_BYTES
     with pytest.raises(UserError, match="would unpack to more than"):
         pack.unpack(tmp_path / "bomb.zip", tmp_path / "out")
 

@@ -30,6 +30,7 @@ def unchecked(run: Path, **more: Any) -> set[str]:
 OFTEN: Sequence[tuple[dict[str, Any], set[str]]] = [
     ({"temperature": [0.0, 1.0], "methods": ["dflash", "eagle3"]}, set()),
     ({"suite": "mt_bench"}, {"scores"}),
+    ({"over": ["temperature=0,1"], "headroom": 4}, set()),
     ({"limit": 4, "concurrency": [1, 4]}, set()),
     ({"suite": "humaneval", "repeats": 2}, set()),
 ]
@@ -44,8 +45,14 @@ IN_FULL: Sequence[tuple[dict[str, Any], set[str]]] = [
     ({"context": [512]}, set()),
     ({"engine": "transformers"}, set()),
     ({"kernels": "torch"}, set()),
-    ({"suite": "math500", "record": "every-position"}, set()),
+    ({"suite": "math500", "record": "every-position"}, {"measurements"}),
+    ({"headroom": 4}, set()),
+    ({"methods": ["suffix", "ngram"]}, {"counts"}),
+    ({"methods": ["dflash:block=auto", "ngram"]}, {"counts"}),
     ({"over": ["block=4,8"]}, set()),
+    ({"over": ["temperature=0,1"]}, set()),
+    ({"over": ["context=256,512"]}, set()),
+    ({"suite": ["gsm8k", "mt_bench"]}, set()),
     ({"audit": "none"}, set()),
     ({"skip": 1}, set()),
     ({"budget": "3s", "limit": 8}, set()),
