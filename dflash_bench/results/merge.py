@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import cached_property
 from hashlib import sha256
 from itertools import pairwise
@@ -48,7 +47,9 @@ class ShardRun:
     @property
     def span(self) -> tuple[float, float]:
         """The times of its start and of its last answer's end, in seconds since 1970."""
-        began_s = _seconds(self.info.started)
+        began_s = store.seconds_of(self.info.started)
+        if began_s is None:
+            raise UserError(f"{self.folder} does not say when it began; restore its original run.json")
         return began_s, began_s + (self.info.span_s or 0.0)
 
     @property
@@ -60,15 +61,10 @@ class ShardRun:
         about: list[tuple[object, str | None]] = [(self.info.boot or self.folder, self.info.started)]
         about += [(one.boot or (self.folder, number), one.started) for number, one in enumerate(self.info.resumed)]
         ends = sorted(self.span[0] + one.end_s for one in self.records if one.end_s is not None)
-        about = [(machine, started) for machine, started in about if started is not None]
-        starts = [_seconds(started) for _, started in about]
-        for (machine, _), (began_s, after_s) in zip(about, pairwise([*starts, inf]), strict=True):
+        began = [(machine, at_s) for machine, started in about if (at_s := store.seconds_of(started)) is not None]
+        for (machine, _), (began_s, after_s) in zip(began, pairwise([*(at_s for _, at_s in began), inf]), strict=True):
             if own := [end_s for end_s in ends if began_s < end_s <= after_s]:
                 yield machine, began_s, own[-1]
-
-
-def _seconds(started: str | None) -> float:
-    return datetime.fromisoformat(str(started)).timestamp()
 
 
 def merge(folders: Sequence[Path], out: Path) -> RunInfo:

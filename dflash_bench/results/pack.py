@@ -86,7 +86,7 @@ def unpack(pack: Path, into: Path) -> None:
 
 def _refuse_bombs(pack: Path, paths: Sequence[Path]) -> None:
     """Raise UserError if the parts would unpack to more than `MOST_BYTES` in memory."""
-    if sum(map(parts.num_bytes, paths)) > MOST_BYTES:
+    if sum(parts.num_bytes(path, MOST_BYTES) for path in paths) > MOST_BYTES:
         raise UserError(f"the rows of {pack} would unpack to more than {MOST_BYTES >> 30} GiB")
 
 

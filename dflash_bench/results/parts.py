@@ -316,28 +316,32 @@ VALUE_BYTES = 8
 """The most that a value takes in memory that is no text."""
 
 
-def num_bytes(part: Path) -> int:
-    """Return about how many bytes a part takes in memory; 0 for a part that cannot be read.
+def num_bytes(part: Path, most: int) -> int:
+    """Return about how many bytes a part takes in memory, or a number above `most`; 0 for a part that cannot be read.
 
     Texts are measured by their dictionaries: a few bytes of a file can repeat a long text in every row.
     """
+    from pyarrow import parquet
+
+    texts = [name for name, column in COLUMNS.items() if column.kind == "string"]
+    found = 0
     try:
-        with _opened(part, as_written=False) as file:
-            groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
-            columns = [group.column(number) for group in groups for number in range(group.num_columns)]
-            in_lists: int = sum(max(one.total_uncompressed_size, VALUE_BYTES * one.num_values) for one in columns)
+        with _opened(part, as_written=False), parquet.ParquetFile(part, read_dictionary=texts) as file:
+            for number in range(file.metadata.num_row_groups):
+                group = file.metadata.row_group(number)
+                columns = [group.column(index) for index in range(group.num_columns)]
+                found += sum(max(one.total_uncompressed_size, VALUE_BYTES * one.num_values) for one in columns)
+                if found <= most:
+                    found += _bytes_of_texts(file.read_row_group(number, columns=texts))
     except UserError:
         return 0
-    return in_lists + _bytes_of_texts(part)
+    return found
 
 
-def _bytes_of_texts(part: Path) -> int:
-    from pyarrow import compute, parquet
+def _bytes_of_texts(table: Any) -> int:
+    from pyarrow import compute
 
-    names = [name for name, column in COLUMNS.items() if column.kind == "string"]
-    with parquet.ParquetFile(part, read_dictionary=names) as file:
-        texts = file.read(columns=[name for name in names if name in file.schema_arrow.names])
-    chunks = [chunk for column in texts.columns for chunk in column.chunks]
+    chunks = [chunk for column in table.columns for chunk in column.chunks]
     lengths = [compute.binary_length(chunk.dictionary).take(chunk.indices) for chunk in chunks]
     return sum(int(compute.sum(one).as_py() or 0) for one in lengths)
 

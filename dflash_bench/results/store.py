@@ -173,7 +173,7 @@ class RunStore(AbstractContextManager["RunStore"]):
     def _elapsed(self, info: RunInfo) -> float:
         """Return the seconds from the start of the run to the start of this process."""
         last = max((record.end_s or 0.0 for record in self.stored.values()), default=0.0)
-        started = _timestamp(info.started)
+        started = seconds_of(info.started)
         return last if started is None else max(last, time.time() - started)
 
     def keep_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -303,8 +303,8 @@ def _failed(record: Answer, why: str) -> Answer:
     )  # fmt: skip
 
 
-def _timestamp(started: str | None) -> float | None:
-    """Return when a process started; None if not recorded."""
+def seconds_of(started: str | None) -> float | None:
+    """Return when a process started, in seconds since 1970; None if not recorded."""
     try:
         return datetime.fromisoformat(str(started)).timestamp()
     except ValueError:
@@ -313,11 +313,11 @@ def _timestamp(started: str | None) -> float | None:
 
 def _spent_s(info: RunInfo, records: Sequence[Answer]) -> float:
     """Return the time from start to last stored answer, summed over all processes, including killed ones."""
-    first = _timestamp(info.started)
+    first = seconds_of(info.started)
     if first is None:
         return 0.0
     all_started = [info.started, *(process.started for process in info.resumed)]
-    starts = sorted(at - first for started in all_started if (at := _timestamp(started)))
+    starts = sorted(at - first for started in all_started if (at := seconds_of(started)))
     ends = [record.end_s for record in records if record.end_s is not None]
     spans = pairwise([*starts, float("inf")])
     return sum(max((end - start for end in ends if start < end <= after), default=0.0) for start, after in spans)

@@ -25,6 +25,7 @@ from dflash_bench.results import plan as plans
 from dflash_bench.results.columns import COLUMNS
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.recheck import CheckedPart, Recheck
+from dflash_bench.results.row_checks import THINKING
 from dflash_bench.results.run_info import ForwardTimes, RunIdentity, RunInfo, SettingsEntry, as_json, read_info
 from dflash_bench.results.table import RunTable, read_run
 from dflash_bench.runner import work
@@ -64,7 +65,7 @@ def accept(request: AcceptRequest, out: Path, tell: Tell) -> Recheck:
         info, (table, arithmetic) = read_info(run), _read(run)
         answers = [] if table is None else store.load(run)[1]
         chosen = _drawn(answers, request.share, f"{seed} {hash_}")
-        here = None if table is None else Here.of(request, info, tell)
+        here = None if table is None else Here.of(request, info, answers, tell)
         compared = () if here is None or table is None else _compared(here, table, run, answers, chosen, tell)
         content = {
             "schema": SCHEMA_VERSION,
@@ -114,16 +115,16 @@ def _compared(
     yield checks.same_plan(then, now, plan, planned, here.other_categories(answers))
     yield checks.same_models(then, now, here.is_served, here.own_parts)
     yield checks.failures(sum(one.generation.error is not None for one in answers), len(answers))
-    yield here.texts(run)
+    yield here.texts(run, answers)
     unlike = checks.unlike(info, RunIdentity.model_validate(as_json(here.identity)), environment.describe())
-    redone = here.all_redone(chosen, answers, stored[0], tell)
+    redone, cells = here.all_redone(chosen, tell), {checks.cell_of(one) for one in answers}
     yield checks.tokens(redone, not unlike)
-    yield checks.counts(redone, not unlike)
+    yield checks.counts(redone, cells, not unlike)
     yield checks.measurements(redone, {name for one in answers for name in one.measured}, not unlike)
     tell("scoring")
-    yield checks.scores(list(here.scored(answers)))
+    yield checks.scores(list(here.scored(answers)), here.suites_of_code)
     tell("timing forward passes")
-    yield checks.times(table, here.forwards(), unlike, redone)
+    yield checks.times(table, here.forwards(), unlike, redone, cells)
 
 
 def comparable(identity: Mapping[str, Any], is_served: bool) -> dict[str, Any]:
@@ -162,9 +163,11 @@ class Here:
     is_served: bool
     own_parts: Collection[str]
     """The parts of the model that are the user's copies."""
+    plain: Mapping[Place, Generation]
+    """The stored answers that later turns continue."""
 
     @classmethod
-    def of(cls, request: AcceptRequest, info: RunInfo, tell: Tell) -> Here:
+    def of(cls, request: AcceptRequest, info: RunInfo, answers: Sequence[Answer], tell: Tell) -> Here:
         tell("reading prompts")
         found = again(request, info)
         asked, model = found.request, found.model
@@ -174,7 +177,9 @@ class Here:
         settings = settings_of(asked, modes_of(asked, model, backend.has_thinking))
         plan = work_plan(resolved, settings)
         items = {(item.suite, item.prompt.prompt_id, item.repeat, item.settings.id): item for item in plan.items()}
-        return cls(resolved, plan, backend, items, found.is_served, request.own_parts)
+        first = plans.recorded(info, str(request.pack)).methods[0]
+        plain = {_place(one): one.generation for one in answers if one.method == first}
+        return cls(resolved, plan, backend, items, found.is_served, request.own_parts, plain)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -183,38 +188,43 @@ class Here:
     def item(self, answer: Answer) -> WorkItem | None:
         return self.items.get((answer.suite, answer.prompt_id, answer.repeat, _alone(answer.settings).id))
 
-    def all_redone(self, chosen: Sequence[Answer], answers: Sequence[Answer], first: str, tell: Tell) -> list[Redone]:
+    def messages(self, answer: Answer) -> tuple[Message, ...] | None:
+        """Return the chat before an answer, with the stored plain answers to earlier turns; None outside the plan."""
+        item, place = self.item(answer), _place(answer)
+        if item is None or answer.turn >= len(item.prompt.turns):
+            return None
+        return item.messages(answer.turn, lambda turn: self.plain.get((*place[:-1], turn)))
+
+    def all_redone(self, chosen: Sequence[Answer], tell: Tell) -> list[Redone]:
         """Judge and regenerate answers. The first of each method is regenerated before, to warm up."""
-        plain = {_place(one): one.generation for one in answers if one.method == first}
         tell("warming up")
         for one in {one.method: one for one in chosen}.values():
-            self._redone(one, plain)
+            self._redone(one)
         found = []
         for number, one in enumerate(chosen, 1):
             tell(f"recomputing answer {number} of {len(chosen)}")
-            found.append(self._redone(one, plain))
+            found.append(self._redone(one))
         return found
 
-    def _redone(self, stored: Answer, plain: Mapping[Place, Generation]) -> Redone:
-        """Judge a stored answer and regenerate it at concurrency 1. Later turns continue stored plain answers."""
-        item = self.item(stored)
-        if item is None or stored.turn >= len(item.prompt.turns):
+    def _redone(self, stored: Answer) -> Redone:
+        """Judge a stored answer and regenerate it at concurrency 1."""
+        messages = self.messages(stored)
+        if messages is None:
             return Redone(stored, None, is_judged=False)
-        place = _place(stored)
-        messages = item.messages(stored.turn, lambda turn: plain.get((*place[:-1], turn)))
         alone, regenerated = _alone(stored.settings), None
+        measured: Mapping[str, Any] = {}
         if stored.method in self.plan.methods and not self.is_served:
             regenerated = self.backend.generate(stored.method, messages, alone, stored.repeat)
-        measured = {} if self.is_served else self._measured(stored, messages)
+            measured = self._measured(stored, messages)
         if not checks.has_judge(stored):
             return Redone(stored, regenerated, is_judged=False, measured=measured)
         departure = self.backend.audit(messages, stored.generation.token_ids, alone)
         return Redone(stored, regenerated, is_judged=True, departure=departure, measured=measured)
 
     def _measured(self, stored: Answer, messages: Sequence[Message]) -> dict[str, Any]:
-        """Return the integer columns that measurements derive from an answer; others hold times or are rounded."""
+        """Return the lists of integers that measurements derive from an answer; others hold times or are rounded."""
         columns = [one.judged(stored, messages, self.backend) for one in self.plan.instruments.values()]
-        return {name: value for own in columns for name, value in own.items() if "int" in COLUMNS[name].item}
+        return {name: value for own in columns for name, value in own.items() if "list of int" in COLUMNS[name].kind}
 
     def other_categories(self, answers: Sequence[Answer]) -> list[str]:
         """Return the ids of prompts whose answers are stored under another category."""
@@ -222,15 +232,29 @@ class Here:
         other = (one.prompt_id for one, item in items if item is not None and one.category != item.prompt.category)
         return list(dict.fromkeys(other))
 
-    def texts(self, run: Path) -> CheckedPart:
-        """Decode the tokens of all answers, and compare the result with the stored texts."""
+    def texts(self, run: Path, answers: Sequence[Answer]) -> CheckedPart:
+        """Decode the tokens of all answers, and compare the result with the stored texts and their thinking."""
         decode = decoder_of(self.resolved.model.target, self.resolved.request.trust_remote_code)
         batches = [batch for part in parts.of(run) for batch in parts.read(part).to_batches()]
-        num = sum(map(len, batches))
         if decode is None:
-            return checks.texts(0, 0, num)
+            return checks.texts(0, 0, len(answers))
         wrong = sum(len(row_checks.other(one, decode)) for one in batches)
-        return checks.texts(wrong, sum(len(row_checks.decodable(one)) for one in batches), num)
+        num = sum(len(row_checks.decodable(one)) for one in batches)
+        num_hidden = sum(one.generation.hides_tokens for one in answers)
+        return checks.texts(wrong, num, num_hidden, sum(map(self._is_split_otherwise, answers)))
+
+    def _is_split_otherwise(self, answer: Answer) -> bool:
+        """Return whether an answer's tokens have another amount of thinking than is stored."""
+        stored, messages = answer.generation, self.messages(answer)
+        if messages is None or stored.error is not None or not stored.token_ids:
+            return False
+        bare = replace(stored, num_thinking_tokens=None, num_thinking_chars=None)
+        again = self.backend.with_thinking(bare, self.backend.encode(messages, answer.settings))
+        return any((getattr(one, name) or 0) != (getattr(stored, name) or 0) for one in [again] for name in THINKING)
+
+    @property
+    def suites_of_code(self) -> set[str]:
+        return {one.suite.name for one in self.plan.suites if one.suite.scorer in CODE_SCORERS}
 
     def scored(self, answers: Sequence[Answer]) -> Iterator[tuple[Answer, Score | None]]:
         """Yield each scored answer with its recomputed score; None if it cannot be scored here."""

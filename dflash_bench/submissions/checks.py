@@ -223,12 +223,12 @@ def tokens(redone: Sequence[Redone], is_alike: bool) -> CheckedPart:
         what += f"; {len(drawn) - len(other)} of {len(drawn)} that the judge cannot tell came out the same here"
     if silent := len([one for one in redone if not one.is_judged and one.again is None]):
         what += f"; {silent} cannot be checked here"
-    for own in _by_method(one for one in drawn if is_alike and not one.stored.settings.is_shared).values():
+    for own in _by_cell(one for one in drawn if is_alike and not one.stored.settings.is_shared).values():
         if 2 * sum(not one.has_same_tokens for one in own) > len(own):
             wrong += [f"{one.place}: other tokens than here" for one in own if not one.has_same_tokens]
     if (other or mismatches) and not wrong:
         return CheckedPart(check="tokens", state="doubtful", what=what)
-    return _finding("tokens", wrong, len(judged) + len(drawn), what)
+    return _finding("tokens", wrong, 0 if silent else len(redone), what)
 
 
 def _misjudged(one: Redone) -> str:
@@ -239,25 +239,25 @@ def _misjudged(one: Redone) -> str:
     return f"{one.place}: stored as {one.claim}, and the judge finds {now} ({one.departure or 'no gap'})"
 
 
-def counts(redone: Sequence[Redone], is_alike: bool) -> CheckedPart:
+def counts(redone: Sequence[Redone], cells: Collection[MethodCell], is_alike: bool) -> CheckedPart:
     """Compare the rounds of sampled answers with those of the regenerated answers.
 
     On a machine that rounds alike, they must be equal. Elsewhere, and for answers decoded concurrently, rounding can
     change a draft token: if the tokens per round are the same within `OFF_LENGTH`, the result is doubtful. It is
-    unchecked if a method has no answer that could be compared.
+    unchecked if one of the run's `cells` has no answer that could be compared.
     """
-    drafting = [one for one in redone if methods.name_of(one.stored.method) != BASELINE]
+    drafting = [one for one in redone if one.stored.method != BASELINE]
     compared = [one for one in drafting if one.has_same_tokens and not is_by_chance(one.stored.method)]
     other = [one for one in compared if rounds_of(one.stored.generation) != rounds_of(one.again)]
-    lacking = _by_method(drafting).keys() - _by_method(compared).keys()
+    lacking = {method for method, settings in {*cells} - _by_cell(compared).keys() if method != BASELINE}
     what = f"{len(compared) - len(other)} of {len(compared)} sampled answers have the same rounds here"
     if len(drafting) > len(compared):
         what += f"; {len(drafting) - len(compared)} cannot be drafted again"
     if lacking:
-        what += f", of {_labels(lacking)} none"
+        what += f"; not all settings of {_labels(lacking)} could be compared"
     certain = [one for one in other if is_alike and not one.stored.settings.is_shared]
     wrong = [f"{one.place}: {_lengths([one])}" for one in certain]
-    for label, own in _by_method(compared).items():
+    for (label, _), own in _by_cell(compared).items():
         stored, here = per_round(one.stored.generation for one in own), per_round(one.again for one in own)
         if abs(stored / here - 1) > OFF_LENGTH:
             wrong.append(f"{shown(label)}: {_lengths(own)}")
@@ -272,8 +272,8 @@ def measurements(redone: Sequence[Redone], columns: Collection[str], is_alike: b
     wrong = [
         f"{one.place}: {name}"
         for one in redone
-        for name in one.measured.keys() & one.stored.measured.keys()
-        if [*one.stored.measured[name]] != [*one.measured[name]]
+        for name in made & {*columns}
+        if [*one.stored.measured.get(name, ())] != [*one.measured.get(name, ())]
     ]
     left_out = sorted({*columns} - made)
     what = f"{', '.join(sorted(made)) or 'none'} made again" + f"; not {', '.join(left_out)}" * bool(left_out)
@@ -286,10 +286,18 @@ def _labels(several: Iterable[str]) -> str:
     return ", ".join(sorted(map(shown, several)))
 
 
-def _by_method(redone: Iterable[Redone]) -> dict[str, list[Redone]]:
+MethodCell = tuple[str, str]
+"""A method's label and the id of settings."""
+
+
+def cell_of(answer: Answer) -> MethodCell:
+    return answer.method, answer.settings.id
+
+
+def _by_cell(redone: Iterable[Redone]) -> dict[MethodCell, list[Redone]]:
     found = defaultdict(list)
     for one in redone:
-        found[one.stored.method].append(one)
+        found[cell_of(one.stored)].append(one)
     return found
 
 
@@ -319,13 +327,17 @@ def per_round(generations: Iterable[Generation | None]) -> float:
     return 1 + sum(accepted) / max(len(accepted), 1)
 
 
-def scores(pairs: Sequence[tuple[Answer, Score | None]]) -> CheckedPart:
-    """Compare all stored scores with recomputed ones; None marks an answer that cannot be scored here."""
+def scores(pairs: Sequence[tuple[Answer, Score | None]], of_code: Collection[str] = ()) -> CheckedPart:
+    """Compare all stored scores with recomputed ones; None marks an answer that cannot be scored here.
+
+    In suites `of_code`, what the answer is taken for names errors and time limits, which may differ.
+    """
     told = [(answer, score) for answer, score in pairs if score is not None]
     wrong = [
         f"{answer.suite} {answer.prompt_id} {shown(answer.method)}: {_score(answer)} stored, {_score(score)} here"
         for answer, score in told
-        if (answer.passed, answer.score, answer.answer) != (score.passed, score.value, score.answer)
+        if (answer.passed, answer.score) != (score.passed, score.value)
+        or (answer.answer != score.answer and answer.suite not in of_code)
     ]
     what = f"{len(told)} answers scored again"
     if len(pairs) > len(told):
@@ -338,15 +350,23 @@ def _score(one: Answer | Score) -> str:
     return f"{one.passed if one.passed is not None else value} ({one.answer!r:.40})"
 
 
-def texts(num_wrong: int, num_decoded: int, num_answers: int) -> CheckedPart:
-    """Report texts that differ from their decoded tokens; answers may have no tokens to decode."""
+def texts(num_wrong: int, num_decoded: int, num_hidden: int, num_split: int = 0) -> CheckedPart:
+    """Report texts that differ from their decoded tokens, and texts whose tokens are hidden.
+
+    `num_split` answers have another part of thinking than their tokens.
+    """
     wrong = [f"{num_wrong} of {num_decoded} texts differ from their decoded tokens"] if num_wrong else []
-    what = f"{num_decoded} of {num_answers} texts match their tokens"
-    return _finding("texts", wrong, num_decoded, what + "; the rest cannot be decoded" * (num_decoded < num_answers))
+    wrong += [f"the thinking of {num_split} answers is not that of their tokens"] if num_split else []
+    what = f"{num_decoded} texts match their tokens" + f"; the tokens of {num_hidden} are hidden" * (num_hidden > 0)
+    return _finding("texts", wrong, 0 if num_hidden else num_decoded, what)
 
 
 def times(
-    table: RunTable, here: ForwardTimes | None, unlike: Sequence[str], redone: Sequence[Redone] = ()
+    table: RunTable,
+    here: ForwardTimes | None,
+    unlike: Sequence[str],
+    redone: Sequence[Redone] = (),
+    cells: Collection[MethodCell] = (),
 ) -> CheckedPart:
     """Assess the plausibility of a run's times.
 
@@ -370,16 +390,16 @@ def times(
         beside = f"{ratio:.2f} times as fast as here, on the same kind of machine"
         (doubts if ratio > OFF or ratio < 1 / OFF else said).append(beside)
         doubts += _other_than_plain(redone)
-        drafting = {one.stored.method for one in redone} - {BASELINE}
-        if left_out := drafting - beside_plain(redone, _decode_s).keys():
-            said.append(f"too few answers of {_labels(left_out)} to compare, decoded alone and in the same rounds")
+        left_out = {*cells} - beside_plain(redone).keys()
+        if labels := {method for method, _ in left_out if method != BASELINE}:
+            said.append(f"too few answers of {_labels(labels)} to compare, decoded alone and in the same rounds")
     return CheckedPart(check="times", state="doubtful" if doubts else "unchecked", what="; ".join([*said, *doubts]))
 
 
 def _other_than_plain(redone: Sequence[Redone]) -> Iterator[str]:
     """Yield methods whose stored times, beside plain decoding's, are not those of the regenerated answers."""
     for what, (seconds, most) in BESIDE_PLAIN.items():
-        for label, ratio in beside_plain(redone, seconds).items():
+        for (label, _), ratio in beside_plain(redone, seconds).items():
             if not 1 / most <= ratio <= most:
                 yield f"{shown(label)}'s {what} took {ratio:.2f} times as long as here, compared with plain decoding's"
 
@@ -399,12 +419,17 @@ BESIDE_PLAIN: Mapping[str, tuple[Seconds, float]] = {"decoding": (_decode_s, OFF
 """The times compared as ratios to plain decoding's, with the most that the ratios may differ."""
 
 
-def beside_plain(redone: Sequence[Redone], seconds: Seconds = _decode_s) -> dict[str, float]:
-    """Return each method's stored time as a ratio to the time here, both as ratios to plain decoding's."""
-    timed = _by_method(filter(_is_timed, redone)).items()
-    ratios = {label: _ratio(own, seconds) for label, own in timed if len(own) >= LEAST_TIMED}
-    plain = ratios.pop(BASELINE, None)
-    return {} if plain is None else {label: ratio / plain for label, ratio in ratios.items()}
+def beside_plain(redone: Sequence[Redone], seconds: Seconds = _decode_s) -> dict[MethodCell, float]:
+    """Return the stored time of each method under each settings as a ratio to the time here, both as ratios to plain
+    decoding's; without those of fewer than `LEAST_TIMED` answers."""
+    timed = _by_cell(filter(_is_timed, redone)).items()
+    ratios = {cell: _ratio(own, seconds) for cell, own in timed if len(own) >= LEAST_TIMED}
+    plain = {settings: ratio for (method, settings), ratio in ratios.items() if method == BASELINE}
+    return {
+        (method, settings): ratio / plain[settings]
+        for (method, settings), ratio in ratios.items()
+        if method != BASELINE and settings in plain
+    }
 
 
 def _ratio(redone: Sequence[Redone], seconds: Seconds) -> float:

@@ -176,7 +176,7 @@ def _honest(run: Path, again: Path, rounded: Path) -> Iterator[list[str]]:
         num = sum(checks.rounds_of(one.stored.generation) != checks.rounds_of(one.again) for one in same)
         for what, (seconds, most) in checks.BESIDE_PLAIN.items():
             found = [checks.beside_plain(draw, seconds) for draw in draws]
-            own = sorted(one[method] for one in found if method in one)
+            own = sorted(ratio for one in found for (label, _), ratio in one.items() if label == method)
             doubted = sum(not 1 / most <= one <= most for one in own)
             yield [
                 method, what, f"{own[0]:.2f} to {own[-1]:.2f}", f"{1 / most:.2f} to {most:.2f}",

@@ -165,6 +165,12 @@ def admitted(row: Answer) -> Answer:
     return replace(other_token(row), **verdicts)
 
 
+def with_thinking(own: Generation) -> Generation:
+    """The answer with its first tokens as thinking, which scores then leave out."""
+    assert DECODE is not None
+    return replace(own, num_thinking_tokens=3, num_thinking_chars=len(DECODE([own.token_ids[:3]])[0]))
+
+
 def with_quick_prefill(row: Answer) -> Answer:
     own = row.generation
     return replace(row, generation=replace(own, prefill_s=0.1 * own.prefill_s))
@@ -325,6 +331,7 @@ FORGERIES = (
         "refuted",
         rows=of_generation(lambda own: replace(own, num_prompt_tokens=own.num_prompt_tokens + 1)),
     ),
+    Forgery("the begin of answers as thinking", "texts", "refuted", rows=of_generation(with_thinking)),
     Forgery("another category", "plan", "refuted", rows=each(lambda row: replace(row, category="easy"))),
     Forgery("another number taken from a text", "scores", "refuted", rows=each(lambda row: replace(row, answer="7"))),
     Forgery(

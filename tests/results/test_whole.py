@@ -460,6 +460,15 @@ def test_only_prompts_that_the_run_names_may_be_without_a_score(tmp_path: Path) 
     assert any("no scorer could score it, first p003" in why for _, _, why in problems_of(run))
 
 
+@each("scorer, is_found", [("none", True), ("gsm8k_number", False), (None, False)])
+def test_a_suite_without_a_scorer_has_no_scores(tmp_path: Path, scorer: str | None, is_found: bool) -> None:
+    """Older runs do not name their scorers."""
+    about = {name: value for name, value in SUITES["gsm8k"].items() if name != "scorer"} | {"prompts": 5}
+    suites = {"gsm8k": about | ({} if scorer is None else {"scorer": scorer})}
+    run = stored(tmp_path / "run", answers(5), suites=suites)
+    assert any("no scorer could score it" in why for _, _, why in problems_of(run)) == is_found
+
+
 def test_a_page_shows_none_of_the_rows_that_would_upset_it(audited: Path, tmp_path: Path, main: Main) -> None:
     """All at once: none of them hides another, since a single one that came through would upset it."""
     run = Path(shutil.copytree(audited, tmp_path / "run"))

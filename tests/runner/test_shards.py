@@ -249,9 +249,11 @@ def test_a_shard_that_another_machine_continued_names_both(copies: Path) -> None
 
 def test_a_process_that_does_not_say_when_it_began_counts_as_none(copies: Path) -> None:
     shards = shards_in(copies)
-    edited(shards[1], lambda info: info.update(resumed=[{"boot": "another"}]))
+    edited(shards[1], lambda info: info.update(resumed=[{"boot": "another"}, {"boot": "third", "started": "once"}]))
     workers = merge(shards, copies / "merged").identity.workers
     assert workers is not None and workers.on_one_machine == 1
+    edited(shards[1], lambda info: info.update(started="once"))
+    refused(shards, "does not say when it began")
 
 
 @each("shard", [1, 2])

@@ -10,6 +10,7 @@ from dflash_bench.results.run_info import RunInfo
 from dflash_bench.results.table import RunTable
 from dflash_bench.submissions import checks
 from dflash_bench.submissions.checks import Redone
+from dflash_bench.tasks.scorers.base import Score
 from helpers import runs
 from helpers.each import each
 
@@ -22,6 +23,11 @@ def redone(num: int, num_other: int, **changes: Any) -> list[Redone]:
         replace(one, **(changes or {"drafted_ids": (5, *(one.drafted_ids or ())[1:])})) for one in again[:num_other]
     ]
     return [Redone(row, one, is_judged=True) for row, one in zip(rows, again, strict=True)]
+
+
+def counted(several: list[Redone], is_alike: bool) -> str:
+    """The state of the check of rounds, in a run of no other methods."""
+    return checks.counts(several, {checks.cell_of(one.stored) for one in several}, is_alike).state
 
 
 def shared(several: list[Redone]) -> list[Redone]:
@@ -43,15 +49,15 @@ def shared(several: list[Redone]) -> list[Redone]:
     ],
 )
 def test_another_processor_may_draft_otherwise_now_and_then(num_other: int, is_alike: bool, state: str) -> None:
-    assert checks.counts(redone(8, num_other), is_alike).state == state
+    assert counted(redone(8, num_other), is_alike) == state
 
 
 def test_other_acceptance_is_refuted_on_any_machine() -> None:
-    assert checks.counts(redone(8, 8, accepted=(4, 4, 4, 4)), is_alike=False).state == "refuted"
+    assert counted(redone(8, 8, accepted=(4, 4, 4, 4)), is_alike=False) == "refuted"
 
 
 def test_rounding_may_change_what_was_drafted_concurrently() -> None:
-    assert checks.counts(shared(redone(8, 1)), is_alike=True).state == "doubtful"
+    assert counted(shared(redone(8, 1)), is_alike=True) == "doubtful"
 
 
 @each(
@@ -68,8 +74,38 @@ def test_sampled_answers_that_differ_here_are_no_match(num_other: int, is_alike:
 def test_a_method_that_cannot_be_drafted_again_is_no_match_of_another() -> None:
     again = redone(4, 0)
     other = [replace(one, stored=replace(one.stored, method="eagle3"), again=None) for one in again]
-    assert checks.counts(again, is_alike=True).state == "confirmed"
-    assert checks.counts([*again, *other], is_alike=True).state == "unchecked"
+    assert counted(again, is_alike=True) == "confirmed"
+    assert counted([*again, *other], is_alike=True) == "unchecked"
+
+
+def test_what_was_not_drawn_is_no_match_of_what_was() -> None:
+    again = redone(4, 0)
+    cells = {checks.cell_of(one.stored) for one in again}
+    assert checks.counts(again, cells | {("ar", "0")}, is_alike=True).state == "confirmed"
+    for cell in (("eagle3", again[0].stored.settings.id), ("dflash", "0")):
+        assert checks.counts(again, cells | {cell}, is_alike=True).state == "unchecked"
+
+
+def test_sampled_answers_of_one_method_are_no_match_of_another() -> None:
+    sound = [replace(one, is_judged=False) for one in redone(8, 0)]
+    other = [replace(one, is_judged=False) for one in redone(4, 4, token_ids=(1, 2, 3))]
+    other = [replace(one, stored=replace(one.stored, method="eagle3")) for one in other]
+    assert checks.tokens([*sound, *other], is_alike=True).state == "refuted"
+
+
+def test_an_answer_that_cannot_be_checked_is_no_match_of_others() -> None:
+    (first, *rest) = redone(4, 0)
+    silent = replace(first, is_judged=False, again=None)
+    assert checks.tokens(rest, is_alike=True).state == "confirmed"
+    assert checks.tokens([silent, *rest], is_alike=True).state == "unchecked"
+    assert checks.texts(0, 3, 1).state == "unchecked"
+
+
+def test_what_an_answer_of_code_is_taken_for_may_name_another_error() -> None:
+    (row, *_) = runs.answers(1)
+    told = [(replace(row, passed=False, answer="# timed out"), Score("# killed", False))]
+    assert checks.scores(told).state == "refuted"
+    assert checks.scores(told, {row.suite}).state == "confirmed"
 
 
 @each(
@@ -93,8 +129,8 @@ def test_what_nothing_can_check_is_unchecked() -> None:
     silent = [replace(one, is_judged=False, again=None) for one in redone(8, 0)]
     plain = [Redone(row, row.generation, is_judged=True) for row in runs.answers(4) if row.method == "ar"]
     assert checks.tokens(silent, is_alike=True).state == "unchecked"
-    assert checks.counts([*silent, *plain], is_alike=True).state == "unchecked"
-    assert checks.texts(0, 0, 8).state == "unchecked"
+    assert counted([*silent, *plain], is_alike=True) == "unchecked"
+    assert checks.texts(0, 0, 0).state == "unchecked"
 
 
 @each(
