@@ -107,7 +107,7 @@ def same_plan(
 
     `other_categories` are ids of prompts whose answers are stored under another category.
     """
-    found = [*plans.differences(plan_then, plan_now), *_differences(then, now, OF_PLAN)]
+    found = [*plans.differences(plan_then, plan_now, is_ordered=True), *_differences(then, now, OF_PLAN)]
     if other_categories:
         found.append(f"{len(other_categories)} prompts have other categories, such as {min(other_categories)}")
     return _finding("plan", found, 1, "the same prompts, settings and limits here")

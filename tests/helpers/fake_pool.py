@@ -12,6 +12,7 @@ from dflash_bench.core.types import Message, Settings
 from dflash_bench.runner.loop import WarmUp
 from dflash_bench.runner.work import Backend, JudgeReport
 from dflash_bench.runner.workers import Job, JobDone, Ready, WorkerDied, WorkerPool, measure
+from helpers import runs
 
 
 @dataclass
@@ -60,7 +61,7 @@ class FakePool(WorkerPool):
             return WorkerDied(worker, "killed")
         if job is None:
             self.backends[worker], self.warm[worker] = self.make(), {}
-            return Ready(worker, {"machine": 0, "environment": {"cpu": f"of {worker}"}})
+            return Ready(worker, {"machine": 0, "environment": {**runs.ENVIRONMENT, "cpu": f"of {worker}"}})
         rows, seconds = measure(job, self.backends[worker], self.warm[worker])
         return JobDone(worker, pickle.loads(pickle.dumps(rows)), seconds, {"captured": 1})
 
