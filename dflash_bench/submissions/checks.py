@@ -255,6 +255,8 @@ def counts(redone: Sequence[Redone], cells: Collection[MethodCell], is_alike: bo
         what += f"; {len(drafting) - len(compared)} cannot be drafted again"
     if lacking:
         what += f"; not all settings of {_labels(lacking)} could be compared"
+    if lacking & {method for method, _ in {*cells} - _by_cell(redone).keys()}:
+        what += ", as some were not drawn: a larger --share draws more"
     certain = [one for one in other if is_alike and not one.stored.settings.is_shared]
     wrong = [f"{one.place}: {_lengths([one])}" for one in certain]
     for (label, _), own in _by_cell(compared).items():
