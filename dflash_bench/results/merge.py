@@ -121,8 +121,8 @@ def _why_other(first: ShardRun, other: ShardRun) -> str:
 def _compared(first: ShardRun, other: ShardRun) -> Iterator[tuple[Any, Any]]:
     yield _comparable(first.info), _comparable(other.info)
     yield {"shards": first.shard.of, "plan": first.plan}, {"shards": other.shard.of, "plan": other.plan}
-    for environment_ in other.info.environments:
-        yield {"packages": first.info.environment.packages}, {"packages": environment_.packages}
+    for about in other.info.environments:
+        yield {"packages": first.info.environment.packages}, {"packages": about.packages}
 
 
 def _comparable(info: RunInfo) -> dict[str, Any]:

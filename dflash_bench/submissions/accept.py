@@ -35,7 +35,7 @@ from dflash_bench.runner.setup import check_fits, forwards_of, open_local
 from dflash_bench.runner.work import WorkItem, WorkPlan
 from dflash_bench.submissions import checks
 from dflash_bench.submissions.checks import Redone
-from dflash_bench.submissions.request import AcceptRequest, again
+from dflash_bench.submissions.request import AcceptRequest, rebuild
 from dflash_bench.tasks import scorers
 from dflash_bench.tasks.scorers.base import Score
 
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 LEAST_DRAWN = 20
 """The minimum sample size: 5 % of a short run would be a single answer."""
-
 
 Tell = Callable[[str], object]
 """Reports progress."""
@@ -169,7 +168,7 @@ class Here:
     @classmethod
     def of(cls, request: AcceptRequest, info: RunInfo, answers: Sequence[Answer], tell: Tell) -> Here:
         tell("reading prompts")
-        found = again(request, info)
+        found = rebuild(request, info)
         asked, model = found.request, found.model
         resolved = check_fits(plan_run(asked, found.methods, model))
         tell(f"loading {asked.name}")
@@ -196,10 +195,10 @@ class Here:
         return item.messages(answer.turn, lambda turn: self.plain.get((*place[:-1], turn)))
 
     def all_redone(self, chosen: Sequence[Answer], tell: Tell) -> list[Redone]:
-        """Judge and regenerate answers. The first of each method is regenerated before, to warm up."""
+        """Judge and regenerate answers. One of each method is regenerated before, to warm up."""
         tell("warming up")
         for one in {one.method: one for one in chosen}.values():
-            self._redone(one)
+            self._regenerated(one, self.messages(one))
         found = []
         for number, one in enumerate(chosen, 1):
             tell(f"recomputing answer {number} of {len(chosen)}")
@@ -211,15 +210,18 @@ class Here:
         messages = self.messages(stored)
         if messages is None:
             return Redone(stored, None, is_judged=False)
-        alone, regenerated = _alone(stored.settings), None
-        measured: Mapping[str, Any] = {}
-        if stored.method in self.plan.methods and not self.is_served:
-            regenerated = self.backend.generate(stored.method, messages, alone, stored.repeat)
-            measured = self._measured(stored, messages)
+        regenerated = self._regenerated(stored, messages)
+        measured = {} if regenerated is None else self._measured(stored, messages)
         if not checks.has_judge(stored):
             return Redone(stored, regenerated, is_judged=False, measured=measured)
-        departure = self.backend.audit(messages, stored.generation.token_ids, alone)
+        departure = self.backend.audit(messages, stored.generation.token_ids, _alone(stored.settings))
         return Redone(stored, regenerated, is_judged=True, departure=departure, measured=measured)
+
+    def _regenerated(self, stored: Answer, messages: Sequence[Message] | None) -> Generation | None:
+        """Return the answer generated here; None for servers' answers, and outside the plan."""
+        if messages is None or self.is_served or stored.method not in self.plan.methods:
+            return None
+        return self.backend.generate(stored.method, messages, _alone(stored.settings), stored.repeat)
 
     def _measured(self, stored: Answer, messages: Sequence[Message]) -> dict[str, Any]:
         """Return the lists of integers that measurements derive from an answer; others hold times or are rounded."""
@@ -250,7 +252,7 @@ class Here:
             return False
         bare = replace(stored, num_thinking_tokens=None, num_thinking_chars=None)
         again = self.backend.with_thinking(bare, self.backend.encode(messages, answer.settings))
-        return any((getattr(one, name) or 0) != (getattr(stored, name) or 0) for one in [again] for name in THINKING)
+        return any((getattr(again, name) or 0) != (getattr(stored, name) or 0) for name in THINKING)
 
     @property
     def suites_of_code(self) -> set[str]:

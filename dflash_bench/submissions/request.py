@@ -61,8 +61,8 @@ class AcceptRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class RunAgain:
-    """What `accept` plans again: the request, its methods and its model, pinned to the commits of the run."""
+class RebuiltRequest:
+    """The request, methods and model of a submitted run, for planning it on this machine; pinned to its commits."""
 
     request: RunRequest
     methods: list[Method]
@@ -71,7 +71,7 @@ class RunAgain:
     """Whether servers measured the run; only the target is then loaded, as the judge."""
 
 
-def again(request: AcceptRequest, info: RunInfo) -> RunAgain:
+def rebuild(request: AcceptRequest, info: RunInfo) -> RebuiltRequest:
     """Rebuild the request of a run from its stored options and the user's own.
 
     Raises UserError for options of the wrong type, and for files of the sender that the user must replace by copies.
@@ -99,7 +99,7 @@ def again(request: AcceptRequest, info: RunInfo) -> RunAgain:
         )
     asked, methods, model = methods_and_model(asked)
     _refuse_files_of(methods, request.pack)
-    return RunAgain(asked, methods, _pinned(model, asked, info.identity, request), is_served)
+    return RebuiltRequest(asked, methods, _pinned(model, asked, info.identity, request), is_served)
 
 
 def _typed(pack: Path, info: RunInfo) -> dict[str, Any]:
